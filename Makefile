@@ -1,0 +1,53 @@
+# make            the package in .venv (quick when it is there already)
+# make demo       train, quantize, sparsify, report
+# make test       lint and the whole test suite; GPU tests skip where there is no GPU
+# make gpu-test   the tests that need a GPU, with CuPy (CUDA=cuda12 for a PyTorch built with CUDA 12)
+# make clean      forget .venv and the caches of the tools; runs/ stays
+
+PYTHON ?= python3
+VENV ?= .venv
+CUDA ?= cuda
+
+BIN := $(VENV)/bin
+PIP_INSTALL := $(BIN)/python -m pip install --disable-pip-version-check
+
+.DEFAULT_GOAL := install
+.PHONY: install demo test gpu-test clean
+
+install: $(VENV)/.installed
+
+demo: install
+	$(BIN)/qsparse demo
+
+test: $(VENV)/.installed-test
+	$(BIN)/ruff check
+	$(BIN)/ruff format --check
+	$(BIN)/python -m pytest
+
+gpu-test: $(VENV)/.installed-$(CUDA)
+	$(BIN)/python -m pytest -m gpu
+
+clean:
+	rm -rf $(VENV) .pytest_cache .ruff_cache .hypothesis build dist
+
+# An interrupted `venv` has a python but no pip yet, and making it again mends it: hence the pip.
+$(BIN)/pip:
+	@command -v $(PYTHON) >/dev/null || { \
+	  echo "qsparse needs Python 3.11 or newer, and '$(PYTHON)' is not found: make PYTHON=/path/to/python3.11" >&2; exit 1; }
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { \
+	  echo "qsparse needs Python 3.11 or newer, and '$(PYTHON)' is $$($(PYTHON) --version 2>&1): make PYTHON=/path/to/python3.11" >&2; exit 1; }
+	@$(PYTHON) -c 'import ensurepip, venv' 2>/dev/null || { \
+	  echo "'$(PYTHON)' lacks the venv module: install it (Debian, Ubuntu: apt install python3-venv), or make PYTHON=/path/to/python3.11" >&2; exit 1; }
+	$(PYTHON) -m venv $(VENV)
+
+$(VENV)/.installed: pyproject.toml | $(BIN)/pip
+	$(PIP_INSTALL) --editable .
+	@touch $@
+
+$(VENV)/.installed-test: pyproject.toml | $(BIN)/pip
+	$(PIP_INSTALL) --editable '.[test]'
+	@touch $@ $(VENV)/.installed
+
+$(VENV)/.installed-$(CUDA): pyproject.toml | $(BIN)/pip
+	$(PIP_INSTALL) --editable '.[test,$(CUDA)]'
+	@touch $@ $(VENV)/.installed-test $(VENV)/.installed

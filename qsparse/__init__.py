@@ -1,0 +1,46 @@
+"""qsparse: quantization and sparsity whose accuracy, time and memory are measured by the kernels that run.
+
+`import qsparse` is light: PyTorch is imported by the first call that needs it.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    import os
+
+    import torch
+
+    from qsparse.models import MLP
+
+__version__ = "0.1.0"
+__all__ = ["__version__", "load", "quantize", "sparsify"]
+
+
+def load(path: str | os.PathLike[str], device: str | torch.device = "cpu") -> MLP:
+    """Load the model of a run directory (`runs/3`) or of one of its compressed variants (`runs/3/int8`).
+
+    Returns a module in eval mode on `device`, dense or compressed as it was saved, with the predictions that it had then.
+    Raises `qsparse.errors.UserError` where the directory, its files or the device do not serve.
+    """
+    from qsparse import checkpoint
+
+    return checkpoint.load(path, device)
+
+
+def quantize(model: MLP, dtype: str) -> MLP:
+    """Return a quantized copy of `model`; `dtype` is "fp16", "bf16" or "int8" (see `qsparse.quant.quantize`)."""
+    from qsparse import quant
+
+    return quant.quantize(model, dtype)
+
+
+def sparsify(model: MLP, masks: dict[str, torch.Tensor], format: str = "csr") -> MLP:
+    """Return a copy of `model` that stores only the weights that `masks` keep (see `qsparse.sparse.sparsify`).
+
+    `masks` maps a layer's name to a bool tensor (N, K), True where the weight stays; `format` is "csr" or "coo".
+    """
+    from qsparse import sparse
+
+    return sparse.sparsify(model, masks, format)
