@@ -21,8 +21,8 @@ __all__ = ["__version__", "load", "quantize", "sparsify"]
 def load(path: str | os.PathLike[str], device: str | torch.device = "cpu") -> MLP:
     """Load the model of a run directory (`runs/3`) or of one of its compressed variants (`runs/3/int8`).
 
-    Returns a module in eval mode on `device`, dense or compressed as it was saved, with the predictions that it had then.
-    Raises `qsparse.errors.UserError` where the directory, its files or the device do not serve.
+    Returns a module in eval mode on `device`, dense or compressed as it was saved, with the predictions that it had
+    then. Raises `qsparse.errors.UserError` where the directory, its files or the device do not serve.
     """
     from qsparse import checkpoint
 
