@@ -18,10 +18,10 @@ TIMEOUT_S = 10.0
 
 
 def from_mirrors(mirrors: list[str], name: str, md5: str, directory: Path) -> None:
-    """Fetch the file `name` into `directory`, where it exists only once it is whole and its unpacked content has this MD5.
+    """Fetch the file `name` into `directory`; it exists there only once its unpacked content has this MD5.
 
-    Mirrors are tried in turn. Raises TimeoutError at the first one that stays silent, since there is no network then, most
-    likely; otherwise the OSError or HTTPException of the last one.
+    Mirrors are tried in turn. Raises TimeoutError at the first one that stays silent (there is no network then, most
+    likely), and otherwise the OSError or HTTPException of the last one.
     """
     failure: Exception = OSError(f"no mirror is known for {name}")
     for mirror in mirrors:
@@ -45,7 +45,7 @@ def from_mirrors(mirrors: list[str], name: str, md5: str, directory: Path) -> No
 
 
 def fetch(url: str) -> bytes:
-    """Return what `url` serves. Raises TimeoutError where nothing arrives for TIMEOUT_S, a name server's answer included.
+    """Return what `url` serves. Raises TimeoutError where nothing arrives for TIMEOUT_S, not even a server's address.
 
     A thread reads, and this one waits: a thread that is given up ends by itself, and touches nothing of the caller's.
     """
