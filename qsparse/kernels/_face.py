@@ -1,0 +1,150 @@
+"""What every face shares: the three array libraries, the choice of a tier, and the checks' wording."""
+
+from __future__ import annotations
+
+import functools
+import sys
+from collections.abc import Callable
+
+import numpy as np
+import torch
+
+from qsparse.kernels import _load
+
+
+def face(sources: dict[str, tuple[str, ...]], *, in_place: bool = False):
+    """Make a function over torch tensors into a face: CuPy and NumPy arrays work too, and come back as they came.
+
+    ``sources`` maps each ``cuda/`` file of the operation to the C++ names of all kernel instances it may launch; the
+    tests compile exactly these. The face gains ``sources`` and ``tier(device)``. ``in_place`` faces write into their
+    arguments, so an array that could only be read through a copy is refused.
+    """
+
+    def decorate(function: Callable) -> Callable:
+        @functools.wraps(function)
+        def call(*args, **kwargs):
+            if args and isinstance(args[0], torch.Tensor):  # the hot path
+                return function(*args, **kwargs)
+            kind = _kind((*args, *kwargs.values()))
+            if kind is torch.Tensor or kind is None:
+                return function(*args, **kwargs)
+            if in_place:
+                _check_writable((*args, *kwargs.values()))
+            if kind is np.ndarray:
+                result = function(*_map(_from_numpy, args), **_map(_from_numpy, kwargs))
+                return _map(torch.Tensor.numpy, result)
+            return _with_cupy(function, args, kwargs)
+
+        call.sources = sources
+        call.tier = functools.partial(_tier, tuple(sources))
+        return call
+
+    return decorate
+
+
+def _tier(sources: tuple[str, ...], device: torch.device | str) -> str:
+    """The tier that runs on ``device``: ``cpu``, or the best of the face's tiers that the card's capability serves."""
+    device = torch.device(device)
+    if device.type == "cpu":
+        return "cpu"
+    major, _ = torch.cuda.get_device_capability(device)
+    served = {_load.tier_of(name) for name in sources}
+    if "sm90" in served and major == 9:
+        return "sm90"
+    return "sm80" if "sm80" in served and major >= 8 else "simt"
+
+
+def _kind(values) -> type | None:
+    """The array library in use; TypeError for a mixture."""
+    kinds = set()
+    for value in values:
+        if isinstance(value, torch.Tensor):
+            kinds.add(torch.Tensor)
+        elif isinstance(value, np.ndarray):
+            kinds.add(np.ndarray)
+        elif _is_cupy(value):
+            kinds.add(type(value))
+    if len(kinds) > 1:
+        names = ", ".join(sorted(f"{kind.__module__.split('.')[0]}.{kind.__name__}" for kind in kinds))
+        raise TypeError(f"arrays of one library are needed in one call, got {names}")
+    return kinds.pop() if kinds else None
+
+
+def _is_cupy(value) -> bool:
+    cupy = sys.modules.get("cupy")  # whoever holds a CuPy array has imported it
+    return cupy is not None and isinstance(value, cupy.ndarray)
+
+
+def _is_array(value) -> bool:
+    return isinstance(value, np.ndarray) or _is_cupy(value)
+
+
+def _map(convert: Callable, values):
+    """Convert the arrays in a tuple, a dict, or a single result; leave the rest alone."""
+    if isinstance(values, tuple):
+        return tuple(_map(convert, value) for value in values)
+    if isinstance(values, dict):
+        return {key: _map(convert, value) for key, value in values.items()}
+    return convert(values) if isinstance(values, torch.Tensor) or _is_array(values) else values
+
+
+def _check_writable(values) -> None:
+    for value in values:
+        if _is_array(value) and not (value.flags.c_contiguous and getattr(value.flags, "writeable", True)):
+            raise ValueError("arrays that are changed in place must be C-contiguous and writable")
+
+
+def _from_numpy(array: np.ndarray) -> torch.Tensor:
+    plain = all(stride >= 0 for stride in array.strides) and array.flags.writeable and array.dtype.isnative
+    return torch.from_numpy(array if plain else np.array(array, dtype=array.dtype.newbyteorder("=")))
+
+
+def _with_cupy(function: Callable, args: tuple, kwargs: dict):
+    """Run on CuPy's current stream, which need not be PyTorch's; the arrays are shared, not copied."""
+    import cupy
+
+    def to_torch(array):
+        return torch.from_dlpack(array if all(stride >= 0 for stride in array.strides) else array.copy(order="C"))
+
+    devices = {value.device.id for value in (*args, *kwargs.values()) if _is_cupy(value)}
+    stream = cupy.cuda.get_current_stream()
+    with torch.cuda.stream(torch.cuda.ExternalStream(stream.ptr, device=devices.pop())):
+        return _map(cupy.from_dlpack, function(*_map(to_torch, args), **_map(to_torch, kwargs)))
+
+
+# --- checks ---------------------------------------------------------------------------------------------------------
+
+
+def check_tensor(name: str, value, dtypes: tuple[torch.dtype, ...], shape: tuple[int | None, ...]) -> None:
+    """Raise TypeError or ValueError unless ``value`` is a tensor of an allowed dtype and shape (None: any size)."""
+    if not isinstance(value, torch.Tensor):
+        raise TypeError(f"{name} must be an array, got {type(value).__name__}")
+    if value.dtype not in dtypes:
+        allowed = ", ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
+        raise TypeError(f"{name} must be {allowed}, got {str(value.dtype).removeprefix('torch.')}")
+    fits = value.dim() == len(shape) and all(want in (None, have) for want, have in zip(shape, value.shape, strict=True))
+    if not fits:
+        wanted = ", ".join("any" if size is None else str(size) for size in shape)
+        raise ValueError(f"{name} must have shape ({wanted}), got {tuple(value.shape)}")
+
+
+def check_same_device(reference: torch.Tensor, **others: torch.Tensor | None) -> None:
+    """Raise ValueError when an argument lies on another device than the first."""
+    for name, value in others.items():
+        if value is not None and value.device != reference.device:
+            raise ValueError(f"{name} is on {value.device}, but the first argument is on {reference.device}")
+
+
+def rows(value: torch.Tensor) -> torch.Tensor:
+    """``value`` with plain row-major strides: itself, or a copy.
+
+    ``is_contiguous`` ignores the strides of dimensions of size one, which matrix libraries do not; so they are
+    compared one by one.
+    """
+    strides, step = [], 1
+    for size in reversed(value.shape):
+        strides.append(step)
+        step *= max(size, 1)
+    if value.stride() == tuple(reversed(strides)):
+        return value
+    return torch.empty(value.shape, dtype=value.dtype, device=value.device).copy_(value)

@@ -1,0 +1,254 @@
+"""Compile the CUDA sources and launch them: the only place that does either.
+
+``compile_source`` turns one ``cuda/*.cu`` file into a cubin with NVRTC. It needs no GPU, so the tests compile every
+kernel for every architecture with the very options that a run uses. ``launch`` loads the cubin through CuPy once a
+device and hands the function to the driver's ``cuLaunchKernelEx``.
+
+Includes are pasted in before compiling, with ``#line`` so that errors keep their place: the cache key is then the
+whole text, and an edited header is never missed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import functools
+import hashlib
+import os
+import re
+import struct
+import sys
+import tempfile
+import threading
+from dataclasses import dataclass
+from pathlib import Path
+
+# Compute capabilities that each tier is compiled for in the tests; a run compiles for the card it finds.
+ARCHITECTURES = {
+    "simt": ("sm_75", "sm_80", "sm_86", "sm_90a", "sm_100", "sm_120"),
+    "sm80": ("sm_80", "sm_86", "sm_90a", "sm_100", "sm_120"),
+    "sm90": ("sm_90a",),
+}
+_OPTIONS = ("-std=c++17", "-default-device", "-lineinfo")
+_INCLUDE = re.compile(r'^[ \t]*#[ \t]*include[ \t]+"([^"]+)"[ \t]*$', re.MULTILINE)
+
+
+class CompileError(RuntimeError):
+    """NVRTC refused a kernel; the message is its log."""
+
+
+@dataclass(frozen=True)
+class Cubin:
+    """One compiled source file: the machine code, the mangled name of each instance, and the assembler's log."""
+
+    code: bytes
+    names: dict[str, str]
+    log: str = ""
+
+
+def tier_of(source: str) -> str:
+    """The tier that a source file belongs to, by the end of its name: ``gemm_sm90.cu`` is ``sm90``."""
+    suffix = source.removesuffix(".cu").rsplit("_", 1)[-1]
+    return suffix if suffix in ARCHITECTURES else "simt"
+
+
+def source_dir() -> Path:
+    """Where the CUDA sources lie: inside an installed package, or the repository's ``cuda/``."""
+    package = Path(__file__).resolve().parents[1]
+    for place in (package / "_cuda", package.parent / "cuda"):
+        if any(place.glob("*.cu")):
+            return place
+    raise FileNotFoundError(f"the CUDA sources are missing: neither {package / '_cuda'} nor the repository's cuda/")
+
+
+def cache_dir() -> Path:
+    """Where compiled kernels are kept (``$QSPARSE_CACHE``, else ``$XDG_CACHE_HOME/qsparse``)."""
+    if place := os.environ.get("QSPARSE_CACHE"):
+        return Path(place) / "kernels"
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "qsparse" / "kernels"
+
+
+@functools.cache
+def source_text(name: str) -> str:
+    """A source file with its own includes pasted in, each once."""
+    seen: set[Path] = set()
+
+    def paste(path: Path) -> str:
+        seen.add(path)
+        text = path.read_text()
+        parts, last = [f'#line 1 "{path.name}"\n'], 0
+        for match in _INCLUDE.finditer(text):
+            parts.append(text[last : match.start()])
+            included = (path.parent / match[1]).resolve()
+            line = text.count("\n", 0, match.end()) + 2
+            if included not in seen:
+                parts.append(paste(included) + f'\n#line {line - 1} "{path.name}"')
+            last = match.end()
+        parts.append(text[last:])
+        return "".join(parts)
+
+    return paste((source_dir() / name).resolve())
+
+
+@functools.cache
+def include_dirs() -> tuple[str, ...]:
+    """Directories with CUDA's own headers (``cuda_fp16.h``), from PyTorch's wheels or from a toolkit."""
+    found = []
+    with contextlib.suppress(ImportError):
+        import nvidia
+
+        found += [str(place) for root in nvidia.__path__ for place in sorted(Path(root).glob("cu*/include"))]
+        found += [str(place) for root in nvidia.__path__ for place in Path(root).glob("cuda_runtime/include")]
+    for root in (os.environ.get("CUDA_HOME"), os.environ.get("CUDA_PATH"), "/usr/local/cuda"):
+        if root:
+            found.append(str(Path(root) / "include"))
+    return tuple(place for place in found if Path(place, "cuda_fp16.h").is_file())
+
+
+def compile_source(name: str, instances: tuple[str, ...], arch: str, *, verbose: bool = False) -> Cubin:
+    """Compile ``cuda/NAME`` for ``arch`` (such as ``sm_90a``) with the kernel ``instances`` given as C++ names.
+
+    ``verbose`` fills ``log`` with the assembler's report of registers, shared memory and spills. Raises
+    :class:`CompileError` with the compiler's log. Needs no GPU.
+    """
+    from cuda.bindings import nvrtc
+
+    def check(result):
+        status, *values = result
+        if status != nvrtc.nvrtcResult.NVRTC_SUCCESS:
+            raise CompileError(f"{name} for {arch}: {status.name}\n{log()}")
+        return values[0] if values else None
+
+    def log() -> str:
+        _, size = nvrtc.nvrtcGetProgramLogSize(program)
+        buffer = bytearray(size)
+        nvrtc.nvrtcGetProgramLog(program, buffer)
+        return buffer.rstrip(b"\0").decode(errors="replace")
+
+    _, program = nvrtc.nvrtcCreateProgram(source_text(name).encode(), name.encode(), 0, [], [])
+    try:
+        for instance in instances:
+            check(nvrtc.nvrtcAddNameExpression(program, instance.encode()))
+        options = [*_OPTIONS, f"--gpu-architecture={arch}", *(f"-I{place}" for place in include_dirs())]
+        if verbose:
+            options.append("--ptxas-options=-v")
+        check(nvrtc.nvrtcCompileProgram(program, len(options), [option.encode() for option in options]))
+        names = {i: check(nvrtc.nvrtcGetLoweredName(program, i.encode())).decode() for i in instances}
+        code = bytearray(check(nvrtc.nvrtcGetCUBINSize(program)))
+        check(nvrtc.nvrtcGetCUBIN(program, code))
+        return Cubin(bytes(code), names, log())
+    finally:
+        nvrtc.nvrtcDestroyProgram(program)
+
+
+def _cached_cubin(name: str, instance: str, arch: str) -> tuple[bytes, str]:
+    """Machine code and mangled name of one instance, compiled now or found on disk.
+
+    The file is written beside its place and renamed, so that the ranks of one job may all compile at once and none
+    ever reads half a file.
+    """
+    from cuda.bindings import nvrtc
+
+    key = "\0".join((source_text(name), instance, arch, *_OPTIONS, str(nvrtc.nvrtcVersion()[1:])))
+    path = cache_dir() / f"{Path(name).stem}-{arch}-{hashlib.sha256(key.encode()).hexdigest()[:32]}.cubin"
+    with contextlib.suppress(OSError):
+        mangled, _, code = path.read_bytes().partition(b"\n")
+        if code.startswith(b"\x7fELF"):
+            return code, mangled.decode()
+    if sys.stderr.isatty():
+        print(f"qsparse: compiling {name} for {arch} (once; kept in {path.parent})", file=sys.stderr)
+    cubin = compile_source(name, (instance,), arch)
+    with contextlib.suppress(OSError):  # a read-only home costs a compilation a process, nothing more
+        path.parent.mkdir(parents=True, exist_ok=True)
+        handle, temporary = tempfile.mkstemp(dir=path.parent, suffix=".tmp")
+        with os.fdopen(handle, "wb") as file:
+            file.write(cubin.names[instance].encode() + b"\n" + cubin.code)
+        os.replace(temporary, path)
+    return cubin.code, cubin.names[instance]
+
+
+@functools.cache
+def _architecture(device: int) -> str:
+    import torch
+
+    major, minor = torch.cuda.get_device_capability(device)
+    return f"sm_{major}{minor}" + ("a" if (major, minor) == (9, 0) else "")
+
+
+class _Function:
+    """A kernel loaded on one device, with a reusable argument buffer laid out as the driver wants it."""
+
+    def __init__(self, device: int, name: str, instance: str, formats: str, shared: int):
+        import cupy
+        from cuda.bindings import driver
+
+        code, mangled = _cached_cubin(name, instance, _architecture(device))
+        with cupy.cuda.Device(device), tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+            file.write(code)
+            file.flush()
+            self._module = cupy.RawModule(path=file.name)  # owns the loaded code
+            raw = self._module.get_function(mangled)
+            if shared > 48 * 1024:
+                raw.max_dynamic_shared_size_bytes = shared
+            self._handle = driver.CUfunction(raw.kernel.ptr)
+        self._driver = driver
+        self._layout = struct.Struct("@" + formats)
+        self._buffer = ctypes.create_string_buffer(max(self._layout.size, 1))
+        letters = re.findall(r"\d*[a-zA-Z]", formats)
+        # "0P" adds no bytes but rounds up to P's alignment: the offset at which the next parameter is packed
+        offsets = [struct.calcsize(f"@{''.join(letters[:i])}0{letters[i][-1]}") for i in range(len(letters))]
+        base = ctypes.addressof(self._buffer)
+        self._pointers = (ctypes.c_void_p * len(offsets))(*(base + offset for offset in offsets))
+        self._pointers_address = ctypes.addressof(self._pointers)
+        self._configs: dict[tuple, object] = {}
+        self._lock = threading.Lock()
+        self._shared = shared
+
+    def __call__(self, grid: int, block: int, stream: int, arguments: tuple) -> None:
+        key = (grid, block, stream)
+        config = self._configs.get(key) or self._config(key)
+        with self._lock:  # the driver copies the arguments before it returns
+            self._layout.pack_into(self._buffer, 0, *arguments)
+            (status,) = self._driver.cuLaunchKernelEx(config, self._handle, self._pointers_address, 0)
+        if status:
+            raise RuntimeError(f"the kernel launch failed: {status.name}")
+
+    def _config(self, key: tuple[int, int, int]):
+        grid, block, stream = key
+        config = self._driver.CUlaunchConfig()
+        config.gridDimX, config.gridDimY, config.gridDimZ = grid, 1, 1
+        config.blockDimX, config.blockDimY, config.blockDimZ = block, 1, 1
+        config.sharedMemBytes = self._shared
+        config.hStream = stream
+        config.numAttrs = 0
+        if len(self._configs) > 4096:
+            self._configs.clear()
+        self._configs[key] = config
+        return config
+
+
+@functools.lru_cache(maxsize=None)
+def _function(device: int, name: str, instance: str, formats: str, shared: int) -> _Function:
+    return _Function(device, name, instance, formats, shared)
+
+
+def launch(
+    device, name: str, instance: str, formats: str, arguments: tuple, *, grid: int, block: int, shared: int = 0
+) -> None:
+    """Launch one kernel instance on ``device`` (a ``torch.device``) and PyTorch's current stream there.
+
+    ``formats`` has one ``struct`` letter a kernel parameter (``P`` pointer, ``q`` int64, ``i`` int32, ``f`` float);
+    ``grid`` and ``block`` are one-dimensional, ``shared`` is dynamic shared memory in bytes. Nothing is launched for
+    an empty grid.
+    """
+    import torch
+
+    if grid == 0:
+        return
+    function = _function(device.index, name, instance, formats, shared)
+    stream = torch._C._cuda_getCurrentRawStream(device.index)
+    if device.index == torch._C._cuda_getDevice():
+        function(grid, block, stream, arguments)
+    else:
+        with torch.cuda.device(device):
+            function(grid, block, stream, arguments)

@@ -1,0 +1,66 @@
+"""What the CSR and the COO face share: the choice between the two kernels of ``cuda/common/spmm.cuh``."""
+
+from __future__ import annotations
+
+import torch
+
+from qsparse.kernels._face import rows
+from qsparse.kernels._load import launch
+
+C = {torch.float32: "float", torch.float16: "__half", torch.bfloat16: "__nv_bfloat16"}
+TILE, WARPS, BLOCK = 32, 8, 256
+SMALL_M = 8  # up to here a warp an output beats transposing x
+_INT32 = 2**31 - 1
+
+
+def instances(op: str) -> tuple[str, ...]:
+    return tuple(f"{op}_{part}<{c_type}>" for part in ("small", "large", "transpose") for c_type in C.values())
+
+
+def spmm(op: str, x, entries, formats: str, bias, n: int, relu: bool):
+    """Launch ``op`` (``spmm_csr`` or ``spmm_coo``); ``entries`` are its arguments that describe W."""
+    m, k = x.shape
+    x = rows(x)
+    bias = 0 if bias is None else rows(bias).data_ptr()
+    y = torch.empty((m, n), dtype=x.dtype, device=x.device)
+
+    def run(part: str, kinds: str, arguments: tuple, blocks: int) -> None:
+        launch(x.device, f"{op}.cu", f"{op}_{part}<{C[x.dtype]}>", kinds, arguments, grid=blocks, block=BLOCK)
+
+    if m <= SMALL_M:
+        arguments = (x.data_ptr(), *entries, bias, y.data_ptr(), m, n, k, relu)
+        run("small", f"P{formats}PPqqqi", arguments, -(-m * n // WARPS))
+        return y
+    xt = torch.empty((k, m), dtype=x.dtype, device=x.device)
+    run("transpose", "PPqq", (x.data_ptr(), xt.data_ptr(), m, k), -(-m // TILE) * -(-k // TILE))
+    arguments = (xt.data_ptr(), *entries, bias, y.data_ptr(), m, n, relu)
+    run("large", f"P{formats}PPqqi", arguments, -(-m // TILE) * -(-n // TILE))
+    return y
+
+
+def check_indices(name: str, indices: torch.Tensor, size: int) -> None:
+    """Raise ValueError naming the first index outside [0, size). On a GPU this waits for the device."""
+    outside = (indices < 0) | (indices >= size)
+    if bool(outside.any()):
+        at = int(outside.nonzero()[0])
+        raise ValueError(f"{name}[{at}] is {int(indices[at])}, outside [0, {size})")
+
+
+def check_shape(w_shape, k: int) -> int:
+    """Check the shape of W against the width of x; returns N."""
+    n, w_k = (int(size) for size in w_shape)
+    if n < 0 or w_k != k:
+        raise ValueError(f"shape must be (N, {k}) to fit x, got {tuple(w_shape)}")
+    if n > _INT32 or k > _INT32:
+        raise ValueError(f"shape {tuple(w_shape)} does not fit int32 indices")
+    return n
+
+
+@torch.no_grad()
+def cpu(x, w: torch.Tensor, bias, relu: bool):
+    """PyTorch's CPU kernel (MKL) on a sparse tensor; halves are computed in float32, which CSR on a CPU needs."""
+    y = (w @ x.float().t()).t() if w.layout == torch.sparse_csr else torch.sparse.mm(w, x.float().t()).t()
+    if bias is not None:
+        y = y + bias.float()
+    y = y.relu_() if relu else y
+    return rows(y.to(x.dtype))

@@ -1,0 +1,74 @@
+"""Symmetric int8 quantization of each row of a matrix."""
+
+from __future__ import annotations
+
+import torch
+
+from qsparse.kernels._face import check_tensor, face, rows
+from qsparse.kernels._load import launch
+
+_C = {torch.float32: "float", torch.float16: "__half", torch.bfloat16: "__nv_bfloat16"}
+_SMALLEST_NORMAL = torch.finfo(torch.float32).tiny
+BLOCK = 256
+
+
+def _instance(dtype: torch.dtype) -> str:
+    return f"quantize_rows<{_C[dtype]}>"
+
+
+SOURCES = {"quantize_rows.cu": tuple(map(_instance, _C))}
+
+
+@face(SOURCES)
+def quantize_rows(x):
+    """``q = rint(x / scale)`` with one ``scale = absmax / 127`` a row, so that ``x ~ scale[:, None] * q``.
+
+    Parameters
+    ----------
+    x : (M, K) float32, float16 or bfloat16, any strides
+
+    Returns
+    -------
+    q : (M, K) int8 in [-127, 127], row-major; ties round to even
+    scale : (M,) float32
+
+    The division is a true one in float32, and CPU and GPU give the same bits. Where the scale would be below the
+    smallest normal float32 it is 1 (a row of zeros). A row that holds NaN or Inf gets a NaN scale and zeros, so that
+    its outputs are NaN and no other row's. Raises TypeError for another dtype, ValueError unless ``x`` is 2-D.
+
+    Applied to weights ``(N, K)`` this is per-output-channel quantization.
+
+    Source: B. Jacob et al., "Quantization and Training of Neural Networks for Efficient Integer-Arithmetic-Only
+    Inference" (CVPR 2018), with a zero point of 0.
+    """
+    check_tensor("x", x, tuple(_C), (None, None))
+    if x.device.type == "cpu":
+        return _cpu(x)
+    m, k = x.shape
+    x = rows(x)
+    q = torch.empty((m, k), dtype=torch.int8, device=x.device)
+    scale = torch.empty(m, dtype=torch.float32, device=x.device)
+    launch(
+        x.device,
+        "quantize_rows.cu",
+        _instance(x.dtype),
+        "PPPq",
+        (x.data_ptr(), q.data_ptr(), scale.data_ptr(), k),
+        grid=m,
+        block=BLOCK,
+    )
+    return q, scale
+
+
+@torch.no_grad()
+def _cpu(x):
+    x = x.float()
+    absmax = x.abs().amax(1) if x.shape[1] else x.new_zeros(x.shape[0])
+    scale = absmax / 127
+    scale[scale < _SMALLEST_NORMAL] = 1
+    finite = absmax.isfinite()
+    scale[~finite] = torch.nan
+    q = (x / scale[:, None]).round_().clamp_(-127, 127)  # torch.round breaks ties to even
+    if not finite.all():
+        q[~finite] = 0
+    return q.to(torch.int8), scale

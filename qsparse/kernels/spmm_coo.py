@@ -1,0 +1,63 @@
+"""Sparse weights in COO times dense activations."""
+
+from __future__ import annotations
+
+import torch
+
+from qsparse.kernels import _spmm
+from qsparse.kernels._face import check_same_device, check_tensor, face
+from qsparse.kernels._face import rows as row_major
+
+SOURCES = {"spmm_coo.cu": _spmm.instances("spmm_coo")}
+
+
+@face(SOURCES)
+def spmm_coo(x, values, rows, cols, bias=None, *, shape, relu: bool = False, check: bool = True, ordered: bool = False):
+    """``y = act(x @ W.T + bias)`` with ``W (N, K)`` in COO.
+
+    Parameters
+    ----------
+    x : (M, K) float32, float16 or bfloat16, any strides
+    values : (nnz,), dtype of ``x``
+        Stored entries of W, in any order. Duplicates are summed.
+    rows, cols : (nnz,) int32, the place of each entry
+    bias : (N,), dtype of ``x``, optional
+    shape : (N, K)
+    relu : bool
+        Replace negative outputs by zero; NaN stays NaN.
+    check : bool
+        Look at every index first (on a GPU this waits for the device). Pass False only for arrays checked before:
+        a bad index then reads out of bounds.
+    ordered : bool
+        The caller promises ascending ``rows``, which saves sorting them here; without it unsorted ``rows`` are right
+        but slower.
+
+    Returns
+    -------
+    (M, N), dtype of ``x``, row-major; sums are held in float32, in the same order every run.
+
+    An entry that is not stored contributes nothing, whatever ``x`` holds there, NaN and Inf included. Raises
+    TypeError for a wrong dtype; ValueError for shapes that do not fit, and with ``check`` for an index outside W,
+    naming the entry.
+    """
+    check_tensor("x", x, tuple(_spmm.C), (None, None))
+    n = _spmm.check_shape(shape, x.shape[1])
+    check_tensor("values", values, (x.dtype,), (None,))
+    nnz = values.numel()
+    check_tensor("rows", rows, (torch.int32,), (nnz,))
+    check_tensor("cols", cols, (torch.int32,), (nnz,))
+    if bias is not None:
+        check_tensor("bias", bias, (x.dtype,), (n,))
+    check_same_device(x, values=values, rows=rows, cols=cols, bias=bias)
+    if check:
+        _spmm.check_indices("rows", rows, n)
+        _spmm.check_indices("cols", cols, shape[1])
+    if not ordered:
+        rows, order = torch.sort(rows, stable=True)
+        values, cols = values[order], cols[order]
+    values, rows, cols = row_major(values), row_major(rows), row_major(cols)
+    if x.device.type == "cpu":
+        w = torch.sparse_coo_tensor(torch.stack((rows, cols)).long(), values.float(), tuple(shape))
+        return _spmm.cpu(x, w, bias, relu)
+    entries = (values.data_ptr(), cols.data_ptr(), rows.data_ptr(), nnz)
+    return _spmm.spmm("spmm_coo", x, entries, "PPPq", bias, n, relu)

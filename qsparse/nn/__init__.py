@@ -1,0 +1,24 @@
+"""Layers over ``qsparse.kernels``: modules that train (``Linear``) or that only infer (``QuantLinear``, ``SparseLinear``).
+
+Every layer has ``in_features``, ``out_features``, ``activation`` (None or "relu"), ``describe()`` (what
+``from_description`` needs to make an empty one) and ``kernel(device)`` (what a result row shows).
+"""
+
+from qsparse.nn.linear import Linear
+from qsparse.nn.loss import cross_entropy
+from qsparse.nn.quant_linear import QuantLinear
+from qsparse.nn.sparse_linear import SparseLinear
+
+_KINDS = {kind.__name__: kind for kind in (Linear, QuantLinear, SparseLinear)}
+
+
+def from_description(description: dict):
+    """An empty layer as ``layer.describe()`` described it, ready for ``load_state_dict``; ValueError if unknown."""
+    options = dict(description)
+    kind = options.pop("kind", None)
+    if kind not in _KINDS:
+        raise ValueError(f"unknown kind of layer {kind!r}; known are {', '.join(_KINDS)}")
+    return _KINDS[kind].from_description(options)
+
+
+__all__ = ["Linear", "QuantLinear", "SparseLinear", "cross_entropy", "from_description"]

@@ -1,0 +1,19 @@
+"""What the layers share."""
+
+from __future__ import annotations
+
+import torch
+
+DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in (torch.float32, torch.float16, torch.bfloat16)}
+
+
+def check_activation(activation: str | None) -> None:
+    if activation not in (None, "relu"):
+        raise ValueError(f'activation must be None or "relu", got {activation!r}')
+
+
+def by_rows(x: torch.Tensor, function) -> torch.Tensor:
+    """Apply a function of matrices to ``x (..., K)`` by flattening the leading dimensions."""
+    if x.dim() == 2:
+        return function(x)
+    return function(x.reshape(-1, x.shape[-1])).reshape(*x.shape[:-1], -1)

@@ -1,0 +1,109 @@
+"""The sparse layer: weights stored and multiplied in CSR or COO."""
+
+from __future__ import annotations
+
+import torch
+
+from qsparse import kernels
+from qsparse.nn._common import DTYPES, by_rows, check_activation
+
+_INDEX_NAMES = {"csr": ("col_indices", "row_offsets"), "coo": ("rows", "cols")}
+
+
+class SparseLinear(torch.nn.Module):
+    """``y = act(x @ W.T + bias)`` with ``W (out_features, in_features)`` sparse, for inference.
+
+    Buffers are named as ``kernels.spmm_csr`` and ``kernels.spmm_coo`` name their arguments: ``values`` and
+    ``col_indices``, ``row_offsets`` (CSR) or ``rows``, ``cols`` (COO, in ascending order of rows). Indices are checked
+    when they are set by ``from_csr``, ``from_coo`` or ``load_state_dict``, and not again at each call.
+    """
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        nnz: int,
+        format: str = "csr",
+        bias: bool = True,
+        activation: str | None = None,
+        *,
+        dtype=torch.float32,
+    ):
+        check_activation(activation)
+        if format not in _INDEX_NAMES:
+            raise ValueError(f"format must be one of {', '.join(_INDEX_NAMES)}, got {format!r}")
+        super().__init__()
+        self.in_features, self.out_features = in_features, out_features
+        self.format, self.activation = format, activation
+        self.register_buffer("values", torch.zeros(nnz, dtype=dtype))
+        for name in _INDEX_NAMES[format]:
+            size = out_features + 1 if name == "row_offsets" else nnz
+            self.register_buffer(name, torch.zeros(size, dtype=torch.int32))
+        self.register_buffer("bias", torch.zeros(out_features, dtype=dtype) if bias else None)
+        self.register_load_state_dict_post_hook(lambda layer, _: layer.check())
+
+    @classmethod
+    def from_csr(cls, values, col_indices, row_offsets, *, shape, bias=None, activation=None) -> SparseLinear:
+        """From the arguments of ``kernels.spmm_csr``, which are kept, not copied; ValueError for a bad index."""
+        return cls._from("csr", shape, bias, activation, values, (col_indices, row_offsets))
+
+    @classmethod
+    def from_coo(cls, values, rows, cols, *, shape, bias=None, activation=None) -> SparseLinear:
+        """From the arguments of ``kernels.spmm_coo``, in any order; ValueError for a bad index."""
+        rows, order = torch.sort(rows, stable=True)
+        return cls._from("coo", shape, bias, activation, values[order], (rows, cols[order]))
+
+    @classmethod
+    def _from(cls, format, shape, bias, activation, values, indices) -> SparseLinear:
+        n, k = shape
+        layer = cls(k, n, values.numel(), format, bias is not None, activation, dtype=values.dtype)
+        layer.values = values
+        for name, array in zip(_INDEX_NAMES[format], indices, strict=True):
+            setattr(layer, name, array)
+        layer.bias = bias
+        layer.check()
+        return layer
+
+    def check(self) -> None:
+        """Raise ValueError unless every index lies inside W (and COO rows ascend)."""
+        if self.format == "coo" and bool((self.rows[1:] < self.rows[:-1]).any()):
+            raise ValueError("rows must ascend")
+        self._spmm(self.values.new_zeros(0, self.in_features), check=True)  # the face's own checks; no row, no work
+
+    @property
+    def nnz(self) -> int:
+        return self.values.numel()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return by_rows(x, lambda rows: self._spmm(rows, check=False))
+
+    def _spmm(self, x: torch.Tensor, check: bool) -> torch.Tensor:
+        options = {
+            "bias": self.bias,
+            "shape": (self.out_features, self.in_features),
+            "relu": self.activation == "relu",
+            "check": check,
+        }
+        if self.format == "csr":
+            return kernels.spmm_csr(x, self.values, self.col_indices, self.row_offsets, **options)
+        return kernels.spmm_coo(x, self.values, self.rows, self.cols, ordered=True, **options)
+
+    def kernel(self, device) -> str:
+        face = kernels.spmm_csr if self.format == "csr" else kernels.spmm_coo
+        return f"{face.__name__}:{face.tier(device)}"
+
+    def describe(self) -> dict:
+        return {
+            "kind": "SparseLinear",
+            "in_features": self.in_features,
+            "out_features": self.out_features,
+            "nnz": self.nnz,
+            "format": self.format,
+            "bias": self.bias is not None,
+            "activation": self.activation,
+            "dtype": str(self.values.dtype).removeprefix("torch."),
+        }
+
+    @classmethod
+    def from_description(cls, options: dict) -> SparseLinear:
+        return cls(**{**options, "dtype": DTYPES[options["dtype"]]})
