@@ -1,0 +1,38 @@
+"""What can be compressed: a model's dense layers, checked once for every compressor."""
+
+import torch
+
+from qsparse.errors import UserError
+from qsparse.models import MLP
+from qsparse.nn import Linear
+
+
+def dense_layers(model: MLP, verb: str) -> dict[str, Linear]:
+    """The layers of `model` in order, if each is dense with finite weights.
+
+    Args:
+        model: the model to compress.
+        verb: what is about to happen ("quantize", "sparsify"), for the message.
+
+    Raises:
+        UserError: a layer is already quantized or sparse, or holds NaN or Inf; the message names the layer.
+    """
+    for name, layer in model.layers().items():
+        if not isinstance(layer, Linear):
+            raise UserError(
+                f"Cannot {verb} this model: its layer {name} is already compressed ({type(layer).__name__}). "
+                "Start from the dense model of the run."
+            )
+        check_finite(name, layer)
+    return model.layers()
+
+
+def check_finite(name: str, layer: Linear) -> None:
+    """Raises UserError, naming the layer, if its weight or bias holds NaN or Inf."""
+    for what, tensor in layer.named_parameters():
+        bad = int((~torch.isfinite(tensor)).sum())
+        if bad:
+            raise UserError(
+                f"The {what} of layer {name} holds {bad:,} values that are NaN or Inf (of {tensor.numel():,}); "
+                "train the model again, with a lower --lr if it diverged."
+            )

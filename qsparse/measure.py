@@ -1,0 +1,292 @@
+"""Models and the test split -> rows: accuracy, time and bytes of the very module that ran.
+
+One row a model, from one run, with the baseline and (on a GPU) the library kernels that a user would pick instead. The
+fields' names and units are those of `measure`.
+"""
+
+import datetime
+import functools
+import os
+import platform
+import subprocess
+import sys
+from collections.abc import Iterable
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from qsparse.data import Split, normalize
+from qsparse.errors import UserError
+from qsparse.models import MLP
+from qsparse.nn import Linear, QuantLinear, SparseLinear
+from qsparse.timing import graph_times, percentile, wall_times
+
+BATCHES = (1, 64, 1024, 10_000)
+_CHUNK = 10_000
+# A batch of another size may take another kernel. Its outputs must still be those whose accuracy is reported, up to
+# rounding: ‖out - ref‖ <= tolerance * ‖ref‖.
+_TOLERANCE = {torch.float32: 1e-3, torch.float16: 2e-2, torch.bfloat16: 2e-2}
+
+
+def measure(
+    models: dict[str, MLP],
+    test: Split,
+    *,
+    baseline: str = "baseline",
+    device: str | torch.device = "cpu",
+    run: str | None = None,
+    details: dict[str, dict] | None = None,
+    batches: Iterable[int] = BATCHES,
+    budget_s: float = 0.7,
+    peers: bool = True,
+    compiled_peers: bool = False,
+) -> list[dict]:
+    """Measure `models` against each other and return one JSON-able row for each, in their order, then the peers'.
+
+    Args:
+        models: variant name -> model; they are moved to `device` and set to evaluation.
+        test: the images and labels of the accuracy, and the first `batch` of them (repeated if fewer) of the latency.
+        baseline: the name in `models` that changes, agreement and speed-ups refer to.
+        device: where everything runs. On "cpu" the time is wall-clock; on "cuda" it is device time of a CUDA-graph
+            replay with the L2 cache flushed before it. Inputs are resident, normalised, in the model's input dtype.
+        run: the run's name, for the row.
+        details: variant name -> fields that only the caller knows (file_bytes, seed, method, ...); they add to the
+            row, or override what was derived from the model.
+        batches: batch sizes to time.
+        budget_s: seconds for each model and batch size on the CPU (20 repetitions may take up to twice that).
+        peers: on a GPU, also measure the dense baseline built of `torch.nn.Linear` in float32 and float16, in graphs.
+        compiled_peers: and these two under torch.compile (slow to start).
+
+    Returns:
+        Rows with the fields
+        op ("mlp"), run, variant, peer (null for our own kernels), sizes, dtype, activations, granularity, calibration,
+        method, format, density (the fraction stored; null when dense), accuracy (fraction), accuracy_change (points
+        against the baseline), agreement (fraction of predictions equal to the baseline's), test_images, latency_us, latency_us_p10,
+        latency_us_p90 (batch as a string -> microseconds: median and percentiles), repetitions (batch -> count),
+        speedup (batch -> baseline's latency / this latency), weight_bytes (all stored tensors), weight_ratio (to the
+        baseline's), file_bytes,
+        peak_bytes (device memory during inference of 10,000 images, its weights and input included; null on the CPU),
+        kernel, device, simulated (false: what ran is what is reported), seed, date (UTC), commit, timer, l2, gpu, cpu,
+        threads, torch, cuda. What does not apply is null.
+
+    Raises:
+        UserError: outputs that are not finite, or that change with the batch size beyond rounding; the message names
+            the variant. Such a model gets no row.
+        ValueError: `baseline` or a name in `details` is not in `models`, or the test split is empty.
+    """
+    device, details, batches = torch.device(device), details or {}, tuple(batches)
+    if baseline not in models or not details.keys() <= models.keys():
+        raise ValueError(f"baseline {baseline!r} and details {list(details)} must be among the models {list(models)}")
+    if len(test) == 0:
+        raise ValueError("the test split is empty")
+    modules: dict[str, torch.nn.Module] = {name: model.to(device).eval() for name, model in models.items()}
+    if device.type == "cuda" and peers:
+        modules |= _torch_peers(models[baseline], compiled_peers)
+    dtypes = {name: _input_dtype(module) for name, module in modules.items()}
+
+    with torch.inference_mode():
+        images, labels = test.images.to(device), test.labels.to(device)
+        inputs = {dtype: normalize(images, dtype) for dtype in set(dtypes.values())}
+        logits = {name: _logits(name, module, inputs[dtypes[name]]) for name, module in modules.items()}
+        peak_bytes = {name: _peak_bytes(module, inputs[dtypes[name]][:_CHUNK]) for name, module in modules.items()}
+        times: dict[str, dict[str, list[float]]] = {name: {} for name in modules}
+        for batch in batches:
+            for name, samples in _time(modules, dtypes, inputs, logits, batch, device, budget_s).items():
+                times[name][str(batch)] = samples
+    predictions = {name: out.argmax(dim=1) for name, out in logits.items()}
+    baseline_correct = int((predictions[baseline] == labels).sum())
+
+    environment = _environment(device)
+    rows = []
+    for name, module in modules.items():
+        correct = int((predictions[name] == labels).sum())
+        latency_us = _percentiles(times[name], 50)
+        row = {
+            "op": "mlp",
+            "run": run,
+            "variant": name,
+            "peer": None,
+            **_description(module, device),
+            "accuracy": correct / len(test),
+            "accuracy_change": 100 * (correct - baseline_correct) / len(test),
+            "agreement": int((predictions[name] == predictions[baseline]).sum()) / len(test),
+            "test_images": len(test),
+            "latency_us": latency_us,
+            "latency_us_p10": _percentiles(times[name], 10),
+            "latency_us_p90": _percentiles(times[name], 90),
+            "repetitions": {batch: len(samples) for batch, samples in times[name].items()},
+            "speedup": {b: _percentiles(times[baseline], 50)[b] / us for b, us in latency_us.items()},
+            "weight_bytes": _stored_bytes(module),
+            "weight_ratio": _stored_bytes(module) / _stored_bytes(modules[baseline]),
+            "file_bytes": None,
+            "peak_bytes": peak_bytes[name],
+            "device": device.type,
+            "simulated": False,
+            "seed": None,
+            **environment,
+        }
+        if name in models:
+            row |= details.get(name, {})
+        else:
+            row |= {"peer": name, "seed": details.get(baseline, {}).get("seed")}
+        rows.append(row)
+    return rows
+
+
+def _logits(name: str, module: torch.nn.Module, x: Tensor) -> Tensor:
+    """The outputs for all of `x`, float32; UserError unless all are finite."""
+    out = torch.cat([module(chunk).float() for chunk in x.split(_CHUNK)])
+    if not bool(torch.isfinite(out).all()):
+        rows = int((~torch.isfinite(out)).any(dim=1).sum())
+        raise UserError(
+            f"The outputs of {name} are NaN or Inf for {rows:,} of {len(out):,} test images: no row for it."
+        )
+    return out
+
+
+def _time(modules, dtypes, inputs, logits, batch: int, device: torch.device, budget_s: float) -> dict[str, list[float]]:
+    """Microseconds of every repetition of every module at one batch size, after a check of what they computed."""
+    index = torch.arange(batch, device=device) % len(next(iter(inputs.values())))
+    resident = {dtype: x[index] for dtype, x in inputs.items()}
+    calls = {name: functools.partial(module, resident[dtypes[name]]) for name, module in modules.items()}
+    samples, outputs = graph_times(calls, device) if device.type == "cuda" else wall_times(calls, budget_s)
+    for name, out in outputs.items():
+        reference = logits[name][index]
+        error, size = float((out.float() - reference).norm()), float(reference.norm())
+        if not error <= _TOLERANCE[dtypes[name]] * size:  # a NaN fails too
+            raise UserError(
+                f"The outputs of {name} at batch {batch:,} differ from those that gave its accuracy "
+                f"(by {error:.3g}, of {size:.3g}): no row for it. This is a fault in a kernel; please report it."
+            )
+    return samples
+
+
+def _percentiles(times: dict[str, list[float]], percent: float) -> dict[str, float]:
+    return {batch: round(percentile(samples, percent), 3) for batch, samples in times.items()}
+
+
+def _input_dtype(module: torch.nn.Module) -> torch.dtype:
+    return module.input_dtype if isinstance(module, MLP) else next(module.parameters()).dtype
+
+
+def _stored_bytes(module: torch.nn.Module) -> int:
+    """Bytes of all stored tensors: values, indices, scales, biases."""
+    return sum(tensor.numel() * tensor.element_size() for tensor in module.state_dict().values())
+
+
+def _description(module: torch.nn.Module, device: torch.device) -> dict:
+    """The fields that follow from what the module is made of."""
+    if not isinstance(module, MLP):
+        layers, kernel = [layer for layer in module.modules() if isinstance(layer, torch.nn.Linear)], "torch.nn.Linear"
+    else:
+        layers, kernel = list(module.layers().values()), module.kernel(device)
+    quantized = [layer for layer in layers if isinstance(layer, QuantLinear)]
+    sparse = [layer for layer in layers if isinstance(layer, SparseLinear)]
+    stored = sum(
+        layer.values.numel() if layer in sparse else layer.in_features * layer.out_features for layer in layers
+    )
+    return {
+        "sizes": [layers[0].in_features, *(layer.out_features for layer in layers)],
+        "dtype": _joined(_dtype_name(layer) for layer in layers),
+        "activations": "dynamic" if quantized else None,
+        "granularity": "channel" if quantized else None,
+        "calibration": None,
+        "method": "absmax" if quantized else None,
+        "format": _joined(layer.format for layer in sparse) if sparse else "dense",
+        "density": stored / sum(layer.in_features * layer.out_features for layer in layers) if sparse else None,
+        "kernel": kernel,
+    }
+
+
+def _dtype_name(layer: torch.nn.Module) -> str:
+    stored = layer.values if isinstance(layer, SparseLinear) else layer.weight
+    return str(stored.dtype).removeprefix("torch.")
+
+
+def _joined(names: Iterable[str]) -> str:
+    return "+".join(dict.fromkeys(names))
+
+
+def _torch_peers(model: MLP, compiled: bool) -> dict[str, torch.nn.Module]:
+    """What a user would run instead of the dense `model`: PyTorch's own layers, by peer name; none if it isn't dense."""
+    if not all(isinstance(layer, Linear) for layer in model.layers().values()):
+        return {}
+    peers: dict[str, torch.nn.Module] = {}
+    for short, dtype in (("fp32", torch.float32), ("fp16", torch.float16)):
+        parts: list[torch.nn.Module] = []
+        for layer in model.layers().values():
+            n, k, device = layer.out_features, layer.in_features, layer.weight.device
+            plain = torch.nn.Linear(k, n, bias=layer.bias is not None, device=device, dtype=dtype)
+            plain.load_state_dict({key: tensor.detach() for key, tensor in layer.named_parameters()})  # casts
+            parts += [plain, torch.nn.ReLU()] if layer.activation == "relu" else [plain]
+        peers[f"torch_{short}_graph"] = torch.nn.Sequential(*parts).eval()
+    if compiled:
+        for name, peer in list(peers.items()):
+            peers[name.replace("graph", "compiled")] = torch.compile(peer, mode="max-autotune-no-cudagraphs")
+    return peers
+
+
+def _peak_bytes(module: torch.nn.Module, x: Tensor) -> int | None:
+    """Device memory that inference on `x` needs: stored weights, `x`, and the peak of what both allocators add."""
+    if x.device.type != "cuda":
+        return None
+    cupy = sys.modules.get("cupy")  # whoever allocates through CuPy has imported it
+    with torch.cuda.device(x.device):
+        pool = cupy.get_default_memory_pool() if cupy else None
+        if pool:
+            pool.free_all_blocks()
+        pool_before = pool.total_bytes() if pool else 0
+        torch.cuda.synchronize()
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        module(x)
+        torch.cuda.synchronize()
+        added = torch.cuda.max_memory_allocated() - before
+        added += pool.total_bytes() - pool_before if pool else 0
+    return added + _stored_bytes(module) + x.numel() * x.element_size()
+
+
+def _environment(device: torch.device) -> dict:
+    """Where and when: the same for every row of a run."""
+    on_gpu = device.type == "cuda"
+    return {
+        "timer": "cuda_graph" if on_gpu else "wall",
+        "l2": "cold" if on_gpu else None,
+        "gpu": torch.cuda.get_device_name(device) if on_gpu else None,
+        "cpu": _cpu_name(),
+        "threads": torch.get_num_threads(),
+        "torch": torch.__version__,
+        "cuda": torch.version.cuda if on_gpu else None,
+        "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        "commit": _commit(),
+    }
+
+
+def _cpu_name() -> str:
+    try:
+        for line in Path("/proc/cpuinfo").read_text().splitlines():
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    except OSError:
+        pass
+    return platform.processor() or platform.machine()
+
+
+@functools.cache
+def _commit() -> str | None:
+    """The commit of the checkout that this file belongs to, "-dirty" appended if files changed; None if there is none.
+
+    An installed copy may lie inside an unrelated checkout: the file itself must be tracked.
+    """
+
+    def git(*arguments: str) -> str:
+        command = ["git", "-C", str(Path(__file__).parent), *arguments]
+        environment = os.environ | {"GIT_OPTIONAL_LOCKS": "0"}
+        return subprocess.run(command, capture_output=True, text=True, check=True, timeout=10, env=environment).stdout
+
+    try:
+        git("ls-files", "--error-unmatch", __file__)
+        return git("describe", "--always", "--dirty", "--abbrev=40", "--exclude=*").strip()
+    except (OSError, subprocess.SubprocessError):
+        return None
