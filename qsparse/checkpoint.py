@@ -1,0 +1,416 @@
+"""Weights and rows on disk: run directories, models, and the checkpoint that an interrupted training goes on from.
+
+A run directory, `runs/3`, holds
+
+    config.json             how it was trained, and what the model is made of
+    checkpoint.safetensors  while it trains: weights, momentum and metrics after the last finished epoch
+    metrics.json            one entry for each finished epoch
+    model.safetensors       the trained weights; it appears when the last epoch is done
+    rows.jsonl              what `quantize` and `sparsify` measured, a row a line
+    int8/, csr-0.1/, ...    compressed variants: a config.json and a model.safetensors each
+
+Every file but rows.jsonl is written under another name and renamed, so that no reader and no crash finds half of one.
+A model file describes itself: the description that rebuilds the empty model stands in its header. Nothing is pickled.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import shutil
+import tempfile
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save as to_bytes
+
+from qsparse import models
+from qsparse.device import resolve_device
+from qsparse.errors import UserError
+from qsparse.models import MLP
+
+RUNS = "runs"
+CONFIG = "config.json"
+METRICS = "metrics.json"
+MODEL = "model.safetensors"
+CHECKPOINT = "checkpoint.safetensors"
+ROWS = "rows.jsonl"
+
+# Keys of the header of a model file and of a checkpoint; a safetensors file without them is somebody else's.
+_MODEL_KEY = "qsparse_model"
+_CHECKPOINT_KEY = "qsparse_checkpoint"
+
+
+# Run directories
+
+
+def new_run(root: str | Path = RUNS) -> Path:
+    """Make and return the next numbered directory under `root`; two processes never get the same one.
+
+    Raises UserError when it cannot be made.
+    """
+    root = Path(root)
+    try:
+        root.mkdir(parents=True, exist_ok=True)
+        number = max((int(child.name) for child in root.iterdir() if child.name.isdecimal()), default=0) + 1
+        while True:
+            run = root / str(number)
+            try:
+                run.mkdir()
+            except FileExistsError:
+                number += 1  # another process took it between the listing and the mkdir
+            else:
+                return run
+    except OSError as error:
+        raise UserError(f"cannot make a run directory under {root}: {_reason(error)}") from error
+
+
+def runs(root: str | Path = RUNS) -> list[Path]:
+    """Return the run directories under `root`, oldest first (by when their training began)."""
+    root = Path(root)
+    if not root.is_dir():
+        return []
+    found = [child for child in root.iterdir() if (child / CONFIG).is_file()]
+
+    def age(run: Path) -> tuple[int, int, str]:
+        return (run / CONFIG).stat().st_mtime_ns, int(run.name) if run.name.isdecimal() else 0, run.name
+
+    return sorted(found, key=age)
+
+
+def newest_run(root: str | Path = RUNS) -> Path:
+    """Return the run under `root` whose training began last. Raises UserError, naming `qsparse train`, without one."""
+    found = runs(root)
+    if not found:
+        raise UserError(f"there is no run under {Path(root)}/ yet: make one with `qsparse train`")
+    return found[-1]
+
+
+def find_run(run: str | Path | None, root: str | Path = RUNS) -> Path:
+    """Return `run` as the path of a run directory; left out, the newest under `root`.
+
+    Raises UserError when there is none, and when the directory is a compressed variant of a run.
+    """
+    if run is None:
+        return newest_run(root)
+    run = Path(run)
+    if not run.is_dir():
+        raise UserError(f"there is no run {run}: make one with `qsparse train`")
+    config = read_config(run)
+    if "train" not in config:
+        raise UserError(f"{run} holds the compressed model {config.get('variant')!r}: give its run, {run.parent}")
+    return run
+
+
+def holds_run(directory: Path) -> bool:
+    """Whether `directory` holds a run, finished or not."""
+    return any((directory / name).exists() for name in (CONFIG, METRICS, MODEL, CHECKPOINT, ROWS))
+
+
+def is_finished(run: Path) -> bool:
+    """Whether the training of `run` is done."""
+    return (run / MODEL).is_file()
+
+
+def require_writable(path: str | Path) -> None:
+    """Raise UserError unless files can be made in directory `path`, or in the first of its parents that is there."""
+    existing = Path(path).absolute()
+    while not existing.exists() and existing != existing.parent:
+        existing = existing.parent
+    try:
+        with tempfile.TemporaryFile(dir=existing):
+            pass
+    except OSError as error:
+        raise UserError(f"cannot write in {path}: {_reason(error)}") from error
+
+
+def require_own(run: Path) -> None:
+    """Raise UserError unless what `run` holds is a training run of qsparse's, which `clear_run` may delete."""
+    try:
+        own = "train" in read_config(run)
+    except UserError:
+        own = False
+    if not own:
+        raise UserError(f"{run} holds files that are named as a run's but are not one: choose another --out")
+
+
+def is_variant(directory: Path) -> bool:
+    """Whether `directory` holds a compressed model that qsparse wrote."""
+    try:
+        return "variant" in read_config(directory)
+    except UserError:
+        return False
+
+
+def make_directory(path: str | Path) -> Path:
+    """Make `path` and its parents where they are missing, and return it. Raises UserError when that fails."""
+    path = Path(path)
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UserError(f"cannot make the directory {path}: {_reason(error)}") from error
+    return path
+
+
+def clear_run(run: Path) -> None:
+    """Delete what qsparse wrote in `run`, the compressed variants too, and nothing else."""
+    for child in run.iterdir():
+        if is_variant(child):
+            shutil.rmtree(child)
+    for name in (MODEL, CHECKPOINT, METRICS, ROWS, CONFIG):
+        (run / name).unlink(missing_ok=True)
+
+
+def read_config(directory: str | Path) -> dict[str, Any]:
+    """Return the config.json of a run or of a compressed variant. Raises UserError when it is missing or foreign."""
+    path = Path(directory) / CONFIG
+    if not path.is_file():
+        raise UserError(f"{directory} holds no qsparse run ({CONFIG} is missing): make one with `qsparse train`")
+    config = _read_json(path)
+    if not isinstance(config, dict) or "model" not in config:
+        raise UserError(f"{path} is not the config of a qsparse run")
+    return config
+
+
+def read_metrics(run: str | Path) -> list[dict[str, Any]]:
+    """Return the metrics of each finished epoch of `run`. Raises UserError when there are none."""
+    path = Path(run) / METRICS
+    if not path.is_file():
+        raise UserError(f"{run} has no finished epoch yet: go on with `qsparse train --resume --out {run}`")
+    metrics = _read_json(path)
+    if not isinstance(metrics, dict) or not isinstance(metrics.get("epochs"), list):
+        raise UserError(f"{path} does not hold the metrics of a qsparse run")
+    return metrics["epochs"]
+
+
+def write_config(run: Path, config: Mapping[str, Any], model: MLP) -> None:
+    """Write the config.json of a run or a variant: `config` and the description of `model`."""
+    _write_json(run / CONFIG, {**config, "model": model.describe()})
+
+
+def write_metrics(run: Path, metrics: list[dict[str, Any]]) -> None:
+    """Write the metrics.json of a run: one entry for each finished epoch."""
+    _write_json(run / METRICS, {"epochs": metrics, "test_accuracy": metrics[-1]["test_accuracy"]})
+
+
+# Models
+
+
+def save_model(directory: str | Path, model: MLP, extra: Mapping[str, Any]) -> Path:
+    """Write `model` (dense or compressed) into `directory`, made when missing; return the path of its weights.
+
+    extra: what config.json tells besides the model's description. Raises UserError when the directory is not writable.
+    """
+    directory = make_directory(directory)
+    file = write_weights(directory, model)
+    write_config(directory, extra, model)
+    return file
+
+
+def write_weights(directory: Path, model: MLP) -> Path:
+    """Write the model.safetensors of a run or a variant, and return its path."""
+    tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in model.state_dict().items()}
+    _write(directory / MODEL, to_bytes(tensors, {_MODEL_KEY: json.dumps(model.describe())}))
+    return directory / MODEL
+
+
+def load(path: str | Path, device: str | torch.device = "cpu") -> MLP:
+    """Load the model of a run, of a compressed variant of it (`runs/3/int8`), or of a model file.
+
+    device: auto, cpu, cuda, or a torch.device. Returns the module in eval mode, as it was saved: same layers, same
+    bytes, same predictions.
+
+    Raises UserError, in a sentence, when there is no such run, when its training is not done, when the file is
+    truncated, foreign or does not fit its own description, and, naming the layer, when it holds NaN or infinite values.
+    """
+    file = _model_file(Path(path))
+    target = resolve_device(device) if isinstance(device, str) else device
+    tensors, header = _read_safetensors(file)
+    if _MODEL_KEY not in header:
+        raise UserError(f"{file} is not a qsparse model: its header lacks the description of the layers")
+    try:
+        model = models.from_description(json.loads(header[_MODEL_KEY]))
+    except (ValueError, TypeError, KeyError, AttributeError) as error:
+        raise UserError(f"{file} describes a model that this version of qsparse does not know: {error}") from error
+    _load_state(model, tensors, file)
+    return model.to(target).eval()
+
+
+def _model_file(path: Path) -> Path:
+    if path.is_file():
+        return path
+    if not path.exists():
+        raise UserError(f"there is no run {path}: make one with `qsparse train`")
+    if is_finished(path):
+        return path / MODEL
+    if "train" not in read_config(path):
+        raise UserError(f"{path} holds no {MODEL}: compress the run again")
+    raise UserError(unfinished(path))
+
+
+def unfinished(run: Path) -> str:
+    """Return the sentence that says how far the training of `run` came and how to go on."""
+    epochs = read_config(run)["train"]["epochs"]
+    done = len(read_metrics(run)) if (run / METRICS).is_file() else 0
+    return (
+        f"the training of {run} is not done ({done} of {epochs} epochs): "
+        f"finish it with `qsparse train --resume --out {run}`"
+    )
+
+
+def _load_state(model: MLP, tensors: dict[str, torch.Tensor], file: Path) -> None:
+    """Put `tensors` into `model`. Raises UserError unless names, shapes, dtypes and values are what they must be."""
+    expected = model.state_dict()
+    if missing := sorted(expected.keys() - tensors.keys()):
+        raise UserError(f"{file} lacks {', '.join(missing)}")
+    if surplus := sorted(tensors.keys() - expected.keys()):
+        raise UserError(f"{file} holds tensors that its model has no place for: {', '.join(surplus)}")
+    for name, want in expected.items():
+        got = tensors[name]
+        if got.shape != want.shape or got.dtype != want.dtype:
+            raise UserError(
+                f"{file}: {name} is {got.dtype} {tuple(got.shape)}, and its layer needs {want.dtype} {tuple(want.shape)}"
+            )
+        if got.is_floating_point() and not torch.isfinite(got).all():
+            layer, _, tensor = name.rpartition(".")
+            raise UserError(f"{file}: layer {layer} holds NaN or infinite values in its {tensor}; train it again")
+    model.load_state_dict(tensors, strict=True)
+
+
+# The checkpoint of a training
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """What stood after `len(metrics)` epochs: a momentum buffer for each parameter, and the metrics of each epoch."""
+
+    momentum: dict[str, torch.Tensor]
+    metrics: list[dict[str, Any]]
+
+
+def save_checkpoint(run: Path, model: MLP, momentum: Mapping[str, torch.Tensor], metrics: list[dict[str, Any]]) -> None:
+    """Write the weights, the momentum buffers (by parameter name) and the metrics of the finished epochs, at once."""
+    tensors = {f"model.{name}": tensor for name, tensor in model.state_dict().items()}
+    tensors |= {f"momentum.{name}": tensor for name, tensor in momentum.items()}
+    tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
+    _write(run / CHECKPOINT, to_bytes(tensors, {_CHECKPOINT_KEY: json.dumps({"metrics": metrics}, allow_nan=False)}))
+
+
+def load_checkpoint(run: Path, model: MLP) -> Checkpoint | None:
+    """Put the checkpoint's weights into `model` and return the rest; None when no epoch was finished.
+
+    Raises UserError when the file is truncated, foreign or of another model.
+    """
+    file = run / CHECKPOINT
+    if not file.exists():
+        return None
+    tensors, header = _read_safetensors(file)
+    if _CHECKPOINT_KEY not in header:
+        raise UserError(f"{file} is not a qsparse checkpoint")
+    _load_state(model, _under("model.", tensors), file)
+    device = next(model.parameters()).device
+    momentum = {name: tensor.to(device) for name, tensor in _under("momentum.", tensors).items()}
+    return Checkpoint(momentum, json.loads(header[_CHECKPOINT_KEY])["metrics"])
+
+
+def drop_checkpoint(run: Path) -> None:
+    """Delete the checkpoint of a run whose model is written."""
+    (run / CHECKPOINT).unlink(missing_ok=True)
+
+
+def _under(prefix: str, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    return {name.removeprefix(prefix): tensor for name, tensor in tensors.items() if name.startswith(prefix)}
+
+
+# Rows
+
+
+def append_rows(run: str | Path, rows: Iterable[Mapping[str, Any]]) -> None:
+    """Append `rows` to the run's rows.jsonl in one write, so that two processes do not mix their lines.
+
+    Raises ValueError for a row with NaN (no JSON holds one), UserError when the file is not writable.
+    """
+    lines = "".join(json.dumps(row, allow_nan=False) + "\n" for row in rows).encode()
+    path = Path(run) / ROWS
+    try:
+        descriptor = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o666)
+        try:
+            os.write(descriptor, lines)
+        finally:
+            os.close(descriptor)
+    except OSError as error:
+        raise UserError(f"cannot write {path}: {_reason(error)}") from error
+
+
+def read_rows(run: str | Path) -> list[dict[str, Any]]:
+    """Return the rows of `run`, oldest first; none when nothing was measured. Raises UserError for a broken line."""
+    path = Path(run) / ROWS
+    if not path.exists():
+        return []
+    rows = []
+    for number, line in enumerate(_read_text(path).splitlines(), start=1):
+        try:
+            row = json.loads(line)
+        except ValueError:
+            row = None
+        if not isinstance(row, dict):
+            raise UserError(f"{path}: line {number} is not a JSON object; delete that line")
+        rows.append(row)
+    return rows
+
+
+# Files
+
+
+def _write(path: Path, content: bytes) -> None:
+    """Write `path` whole or not at all."""
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    try:
+        with open(temporary, "wb") as file:
+            file.write(content)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+    except OSError as error:
+        raise UserError(f"cannot write {path}: {_reason(error)}") from error
+    finally:
+        with contextlib.suppress(OSError):
+            temporary.unlink(missing_ok=True)
+
+
+def _write_json(path: Path, value: object) -> None:
+    _write(path, (json.dumps(value, indent=2, allow_nan=False) + "\n").encode())
+
+
+def _read_text(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(f"cannot read {path}: {_reason(error)}") from error
+
+
+def _read_json(path: Path) -> Any:
+    try:
+        return json.loads(_read_text(path))
+    except ValueError as error:
+        raise UserError(f"{path} is not JSON: {error}") from error
+
+
+def _read_safetensors(path: Path) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
+    """Return the tensors (on the CPU) and the header of a safetensors file."""
+    try:
+        with safe_open(path, framework="pt") as file:
+            return {name: file.get_tensor(name) for name in file.keys()}, file.metadata() or {}  # noqa: SIM118
+    except SafetensorError as error:
+        raise UserError(f"{path} is truncated, or no safetensors file: {error}") from error
+    except OSError as error:
+        raise UserError(f"cannot read {path}: {_reason(error)}") from error
+
+
+def _reason(error: Exception) -> str:
+    return getattr(error, "strerror", None) or str(error)

@@ -1,0 +1,311 @@
+"""The command line. A command parses, calls one function, and prints.
+
+torch and whatever imports it are imported inside the commands, so that help and usage errors come at once. Without
+--json the result goes to standard output and progress to standard error; with it, standard output carries one JSON
+object and nothing else. A UserError becomes a sentence and exit code 2; any other exception is a fault of qsparse, and
+keeps its traceback.
+"""
+
+from __future__ import annotations
+
+import enum
+import json
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from typer.core import TyperGroup
+
+from qsparse import __version__
+from qsparse.errors import UserError
+from qsparse.train.config import TrainConfig
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+USER_ERROR = 2
+INTERRUPTED = 130
+
+
+class _Group(TyperGroup):
+    """Turns the user's mistakes and Ctrl-C into a sentence and an exit code."""
+
+    def invoke(self, ctx: Any) -> Any:
+        try:
+            return super().invoke(ctx)
+        except UserError as error:
+            typer.echo(f"Error: {error}", err=True)
+            raise typer.Exit(USER_ERROR) from None
+        except KeyboardInterrupt as interrupt:
+            typer.echo(f"\n{interrupt or 'interrupted'}", err=True)
+            raise typer.Exit(INTERRUPTED) from None
+
+
+app = typer.Typer(
+    cls=_Group,
+    help="Train, quantize and sparsify an MLP on MNIST; accuracy, time and memory are measured by the kernels that run.",
+    no_args_is_help=True,
+    add_completion=False,
+    rich_markup_mode=None,
+    pretty_exceptions_enable=False,
+)
+
+
+class Device(str, enum.Enum):
+    auto = "auto"
+    cpu = "cpu"
+    cuda = "cuda"
+
+
+class Dtype(str, enum.Enum):
+    fp16 = "fp16"
+    bf16 = "bf16"
+    int8 = "int8"
+
+
+class Format(str, enum.Enum):
+    csr = "csr"
+    coo = "coo"
+
+
+def _density(value: float) -> float:
+    if not 0 < value <= 1:
+        raise typer.BadParameter(f"{value} is outside (0, 1]: 0.1 keeps a tenth of the weights, 1 keeps all")
+    return value
+
+
+def _version(asked: bool) -> None:
+    if asked:
+        typer.echo(f"qsparse {__version__}")
+        raise typer.Exit
+
+
+RunArgument = Annotated[
+    Path | None, typer.Argument(metavar="[RUN]", show_default=False, help="The run directory; left out: the newest run.")
+]
+DeviceOption = Annotated[
+    Device, typer.Option(help="auto takes the GPU when there is one and CuPy is installed, else the CPU.")
+]
+DataOption = Annotated[
+    str,
+    typer.Option(metavar="auto|mnist|mnist-5k|DIR", help="mnist-5k needs no network; DIR holds the four IDX files."),
+]
+JsonOption = Annotated[
+    bool, typer.Option("--json", help="Print one JSON object on standard output, all else on standard error.")
+]
+
+
+@app.callback()
+def _options(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="Show the version and exit.")
+    ] = False,
+) -> None:
+    pass
+
+
+@app.command()
+def train(
+    hidden: Annotated[
+        list[int] | None,
+        typer.Option(min=0, show_default="256", help="Width of a hidden layer; repeat it for more, 0 for none."),
+    ] = None,
+    epochs: Annotated[int | None, typer.Option(min=1, show_default=str(TrainConfig.epochs))] = None,
+    batch_size: Annotated[int | None, typer.Option(min=1, show_default=str(TrainConfig.batch_size))] = None,
+    lr: Annotated[
+        float | None,
+        typer.Option(show_default=str(TrainConfig.lr), help="First learning rate; it decays linearly to zero."),
+    ] = None,
+    momentum: Annotated[float | None, typer.Option(show_default=str(TrainConfig.momentum))] = None,
+    weight_decay: Annotated[float | None, typer.Option(show_default=str(TrainConfig.weight_decay))] = None,
+    seed: Annotated[int | None, typer.Option(min=0, show_default=str(TrainConfig.seed))] = None,
+    device: Annotated[
+        Device | None,
+        typer.Option(
+            show_default="auto", help="auto takes the GPU when there is one and CuPy is installed, else the CPU."
+        ),
+    ] = None,
+    data: Annotated[
+        str | None,
+        typer.Option(
+            metavar="auto|mnist|mnist-5k|DIR",
+            show_default="auto",
+            help="mnist-5k needs no network; DIR holds the four IDX files.",
+        ),
+    ] = None,
+    validation: Annotated[
+        int | None,
+        typer.Option(
+            min=0, show_default="5000, of mnist-5k 500", help="Training images held out for validation; 0 for none."
+        ),
+    ] = None,
+    out: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="DIR", show_default="the next number under runs/", help="The run directory (of --resume: the newest)."
+        ),
+    ] = None,
+    force: Annotated[bool, typer.Option("--force", help="Replace the run that --out holds.")] = False,
+    resume: Annotated[bool, typer.Option("--resume", help="Go on with an interrupted run.")] = False,
+    as_json: JsonOption = False,
+) -> None:
+    """Train an MLP on MNIST into a new run directory."""
+    named = {
+        "hidden": _hidden(hidden),
+        "epochs": epochs,
+        "batch_size": batch_size,
+        "lr": lr,
+        "momentum": momentum,
+        "weight_decay": weight_decay,
+        "seed": seed,
+        "device": device.value if device else None,
+        "data": data,
+        "validation": validation,
+    }
+    given = {field: value for field, value in named.items() if value is not None}
+    config = TrainConfig(**given)
+    if resume and force:
+        raise UserError("--resume goes on with a run and --force replaces it: give one of them")
+
+    from qsparse.train import run
+
+    console = _console()
+    if resume:
+        trained = run.resume(given, out=out, console=console)
+    else:
+        trained = run.train(config, out=out, force=force, console=console)
+    if as_json:
+        _print_json(trained.to_json())
+    else:
+        print(f"test accuracy {trained.metrics[-1]['test_accuracy']:.2%}, saved in {trained.run}")
+
+
+@app.command()
+def quantize(
+    dtype: Annotated[Dtype, typer.Option(help="int8 quantizes weights and activations.")],
+    run: RunArgument = None,
+    device: DeviceOption = Device.auto,
+    as_json: JsonOption = False,
+) -> None:
+    """Store and compute a trained run in fewer bits, and measure it beside the baseline."""
+    from qsparse import compress
+
+    _print_compressed(compress.quantize_run(run, dtype.value, device=device.value, console=_console()), as_json)
+
+
+@app.command()
+def sparsify(
+    density: Annotated[
+        float, typer.Option(callback=_density, help="Fraction of the weights that stays, above 0 and at most 1.")
+    ],
+    run: RunArgument = None,
+    format: Annotated[Format, typer.Option(help="How the weights that stay are stored.")] = Format.csr,
+    finetune_epochs: Annotated[
+        int, typer.Option(min=0, help="Epochs of training after pruning, the pruned weights held at zero.")
+    ] = 0,
+    lr: Annotated[
+        float | None, typer.Option(show_default="0.05", help="First learning rate of the fine-tuning.")
+    ] = None,
+    device: DeviceOption = Device.auto,
+    as_json: JsonOption = False,
+) -> None:
+    """Keep the largest weights of a trained run only, and measure it beside the baseline."""
+    if lr is not None and not finetune_epochs:
+        raise UserError("--lr is of the fine-tuning: give --finetune-epochs too")
+
+    from qsparse import compress
+
+    compressed = compress.sparsify_run(
+        run,
+        density,
+        format.value,
+        finetune_epochs=finetune_epochs,
+        lr=compress.FINETUNE_LR if lr is None else lr,
+        device=device.value,
+        console=_console(),
+    )
+    _print_compressed(compressed, as_json)
+
+
+@app.command()
+def report(
+    runs: Annotated[
+        list[Path] | None,
+        typer.Argument(metavar="[RUNS]...", show_default=False, help="Run directories; left out: all under runs/."),
+    ] = None,
+    out: Annotated[
+        Path | None,
+        typer.Option(metavar="PNG", show_default="report.png in the run, or beside the runs", help="The picture."),
+    ] = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Show what was measured as one table, and draw accuracy against latency and against bytes."""
+    from qsparse import collect
+    from qsparse.report import show
+
+    collected = collect.collect(runs or (), out=out, console=_console())
+    show(collected.rows, _text(as_json))
+    print(f"picture: {collected.picture}", file=_text(as_json))
+    if as_json:
+        _print_json(collected.to_json())
+
+
+@app.command()
+def doctor(as_json: JsonOption = False) -> None:
+    """Say what this machine runs, what is missing, and the command that gets it."""
+    from qsparse import doctor
+
+    found = doctor.report()
+    for line in doctor.lines(found):
+        print(line, file=_text(as_json))
+    if as_json:
+        _print_json(found)
+
+
+@app.command()
+def demo(data: DataOption = "auto", device: DeviceOption = Device.auto, as_json: JsonOption = False) -> None:
+    """Run the whole line once: train, quantize, sparsify, report."""
+    from qsparse.demo import demo as run_demo
+
+    result = run_demo(data=data, device=device.value, console=_console(), tables=_text(as_json))
+    if as_json:
+        _print_json(result)
+
+
+def _hidden(widths: list[int] | None) -> tuple[int, ...] | None:
+    """Return the hidden layers that --hidden names: None when it was not given, none for a single 0."""
+    if widths is None or not widths:  # older Typers pass an empty list for an option that was not given
+        return None
+    return () if widths == [0] else tuple(widths)
+
+
+def _print_compressed(compressed: Any, as_json: bool) -> None:
+    from qsparse.report import show
+
+    show(compressed.rows, _text(as_json))
+    if as_json:
+        _print_json(compressed.to_json())
+
+
+def _console() -> Console:
+    """Return where progress goes."""
+    from rich.console import Console
+
+    return Console(stderr=True)
+
+
+def _text(as_json: bool) -> Any:
+    """Return the stream of tables and sentences."""
+    return sys.stderr if as_json else sys.stdout
+
+
+def _print_json(value: dict[str, Any]) -> None:
+    print(json.dumps(value, allow_nan=False))
+
+
+def main() -> None:
+    """Run the command line: the entry point `qsparse`."""
+    app()
+
+

@@ -1,0 +1,161 @@
+"""A trained run and a way to compress it in; the compressed model on disk and its measured rows out."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import warnings
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+
+from qsparse import checkpoint
+from qsparse.data import Dataset
+from qsparse.device import resolve_device
+from qsparse.errors import UserError
+from qsparse.measure import measure
+from qsparse.models import MLP
+from qsparse.quant import DTYPES, quantize
+from qsparse.sparse import FORMATS, EmptyLayerWarning, check_density, magnitude_masks, prunable_weights, sparsify
+from qsparse.train.config import TrainConfig
+from qsparse.train.fit import fit
+from qsparse.train.progress import Display
+from qsparse.train.run import load_dataset, read_train_config
+
+BASELINE = "baseline"
+FINETUNE_LR = 0.05
+
+
+@dataclass(frozen=True)
+class Compressed:
+    """A compressed variant of a run: where it was saved, and the rows of its measurement (the baseline's first)."""
+
+    run: Path
+    variant: str
+    directory: Path
+    rows: list[dict[str, Any]]
+
+    def to_json(self) -> dict[str, Any]:
+        """Return what `qsparse quantize --json` and `qsparse sparsify --json` print."""
+        return {"run": str(self.run), "variant": self.variant, "saved": str(self.directory), "rows": self.rows}
+
+
+def quantize_run(
+    run: str | Path | None, dtype: str, *, device: str = "auto", console: Console | None = None
+) -> Compressed:
+    """Quantize a run's model to `dtype` (fp16, bf16 or int8), save it as RUN/<dtype>, measure it beside the baseline,
+    and append the rows to the run's rows.jsonl.
+
+    run: the run directory; None for the newest. device: auto, cpu or cuda. console: where progress goes.
+    Raises UserError for an unknown dtype, a run that is not there or not done, and as `checkpoint.load` and `measure`.
+    """
+    if dtype not in DTYPES:
+        raise UserError(f"unknown dtype {dtype!r}: choose one of {', '.join(DTYPES)}")
+    source = _open(run, device, console)
+    return _save_and_measure(source, dtype, quantize(source.model, dtype), {})
+
+
+def sparsify_run(
+    run: str | Path | None,
+    density: float,
+    format: str = "csr",
+    *,
+    finetune_epochs: int = 0,
+    lr: float = FINETUNE_LR,
+    device: str = "auto",
+    console: Console | None = None,
+) -> Compressed:
+    """Keep the fraction `density` of a run's weights, those of the largest magnitude over all layers, store them as
+    `format` (csr or coo), save the model as RUN/<format>-<density>, measure it beside the baseline, and append the
+    rows to the run's rows.jsonl.
+
+    run, device, console: as in `quantize_run`. finetune_epochs: epochs of training with the pruned weights held at
+    zero, before they are dropped; its learning rate decays linearly from `lr` to zero, all else is as the run was
+    trained.
+    Raises UserError for a density outside (0, 1], an unknown format, and as `quantize_run`.
+    """
+    density = check_density(density)
+    if format not in FORMATS:
+        raise UserError(f"unknown format {format!r}: choose one of {', '.join(FORMATS)}")
+    if finetune_epochs < 0:
+        raise UserError(f"--finetune-epochs is {finetune_epochs}: it must be at least 0")
+    dataclasses.replace(TrainConfig(), lr=lr)  # refuses a bad rate before anything is loaded
+    source = _open(run, device, console)
+    masks = _masks(source, density)
+    model = source.model
+    details: dict[str, Any] = {"density_asked": density, "finetune_epochs": finetune_epochs}
+    if finetune_epochs:
+        details["finetune_lr"] = lr
+        model = _finetune(source, masks, dataclasses.replace(source.config, epochs=finetune_epochs, lr=lr))
+    variant = f"{format}-{density}" + (f"-ft{finetune_epochs}" if finetune_epochs else "")
+    return _save_and_measure(source, variant, sparsify(model, masks, format), details)
+
+
+@dataclass(frozen=True)
+class _Source:
+    """A finished run, opened: its dense model and its data on the device that everything runs on."""
+
+    run: Path
+    config: TrainConfig
+    model: MLP
+    dataset: Dataset
+    device: torch.device
+    console: Console | None
+
+    def say(self, sentence: str) -> None:
+        if self.console is not None:
+            self.console.print(sentence, markup=False, highlight=False, soft_wrap=True)
+
+
+def _open(run: str | Path | None, device: str, console: Console | None) -> _Source:
+    run = checkpoint.find_run(run)
+    if not checkpoint.is_finished(run):
+        raise UserError(checkpoint.unfinished(run))
+    checkpoint.require_writable(run)
+    target = resolve_device(device)
+    config = read_train_config(run)
+    model = checkpoint.load(run, target)
+    dataset = load_dataset(run, None if console is None else lambda sentence: console.print(sentence, markup=False))
+    return _Source(run, config, model, dataset.to(target), target, console)
+
+
+def _masks(source: _Source, density: float) -> dict[str, torch.Tensor]:
+    """Choose the weights that stay, and say aloud which layers lose all of theirs."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always", EmptyLayerWarning)
+        masks = magnitude_masks(prunable_weights(source.model), density)
+    for warning in caught:
+        source.say(f"warning: {warning.message}")
+    return masks
+
+
+def _finetune(source: _Source, masks: dict[str, torch.Tensor], config: TrainConfig) -> MLP:
+    """Train a copy of the run's model with the weights outside `masks` held at zero."""
+    model = copy.deepcopy(source.model)
+    with Display(source.console or Console(quiet=True), config.epochs) as display:
+        fit(model, source.dataset, config, masks=masks, on_epoch=display.epoch_end, progress=display.progress)
+    return model
+
+
+def _save_and_measure(source: _Source, variant: str, model: MLP, details: dict[str, Any]) -> Compressed:
+    """Save the model first, so that the row's file bytes are the file's."""
+    directory = source.run / variant
+    file = checkpoint.save_model(directory, model, {"run": str(source.run), "variant": variant, **details})
+    source.say(f"{directory}: saved; measuring it beside the baseline ...")
+    seed = source.config.seed
+    rows = measure(
+        {BASELINE: source.model, variant: model},
+        source.dataset.test,
+        baseline=BASELINE,
+        device=source.device,
+        run=str(source.run),
+        details={
+            BASELINE: {"file_bytes": (source.run / checkpoint.MODEL).stat().st_size, "seed": seed},
+            variant: {"file_bytes": file.stat().st_size, "seed": seed, **details},
+        },
+    )
+    checkpoint.append_rows(source.run, rows)
+    return Compressed(source.run, variant, directory, rows)

@@ -1,0 +1,74 @@
+"""What a training run is made of. Imports no torch, so that a bad value is refused at once."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from qsparse.errors import UserError
+
+
+@dataclass(frozen=True)
+class TrainConfig:
+    """The settings of a training run; the defaults are the default recipe.
+
+    hidden: widths of the hidden layers, first to last; empty for none.
+    epochs, batch_size: counts, at least 1. A last, smaller batch is used, not dropped.
+    lr: learning rate of the first step; it decays linearly to zero over all steps of all epochs.
+    momentum: in [0, 1). weight_decay: at least 0, on weights and biases alike. Both as in `torch.optim.SGD`.
+    seed: of the initial weights and of the order of the batches.
+    device: auto, cpu or cuda. data: auto, mnist, mnist-5k or a directory with the four IDX files.
+    validation: training images held out for validation; None for the data set's default.
+
+    Raises UserError, naming the field, when a value is out of range.
+    """
+
+    hidden: tuple[int, ...] = (256,)
+    epochs: int = 5
+    batch_size: int = 64
+    lr: float = 0.1
+    momentum: float = 0.0
+    weight_decay: float = 0.0
+    seed: int = 0
+    device: str = "auto"
+    data: str = "auto"
+    validation: int | None = None
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "hidden", tuple(self.hidden))
+        for width in self.hidden:
+            _require(width >= 1, "hidden", width, "a width of at least 1")
+        _require(self.epochs >= 1, "epochs", self.epochs, "at least 1")
+        _require(self.batch_size >= 1, "batch_size", self.batch_size, "at least 1")
+        _require(math.isfinite(self.lr) and self.lr > 0, "lr", self.lr, "a finite number above 0")
+        _require(0 <= self.momentum < 1, "momentum", self.momentum, "a number in [0, 1)")
+        _require(
+            math.isfinite(self.weight_decay) and self.weight_decay >= 0,
+            "weight_decay",
+            self.weight_decay,
+            "a finite number of at least 0",
+        )
+        _require(0 <= self.seed < 2**63, "seed", self.seed, "a whole number in [0, 2^63)")
+        _require(self.validation is None or self.validation >= 0, "validation", self.validation, "at least 0")
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the settings as a JSON-able dict."""
+        return {**dataclasses.asdict(self), "hidden": list(self.hidden)}
+
+    @classmethod
+    def from_json(cls, fields: Mapping[str, Any]) -> TrainConfig:
+        """Return the settings that `to_json` wrote. Raises TypeError or UserError when they are not settings."""
+        return cls(**fields)
+
+
+def _require(holds: bool, field: str, value: object, allowed: str) -> None:
+    if not holds:
+        raise UserError(f"{option(field)} is {value}: it must be {allowed}")
+
+
+def option(field: str) -> str:
+    """Return the command-line spelling of a field: batch_size -> --batch-size."""
+    return "--" + field.replace("_", "-")

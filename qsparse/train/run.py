@@ -1,0 +1,240 @@
+"""A whole training run: its directory, its data, a checkpoint each epoch, and going on after an interruption."""
+
+from __future__ import annotations
+
+import dataclasses
+import datetime
+import hashlib
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+from qsparse import __version__, checkpoint, data
+from qsparse.data import Dataset
+from qsparse.device import resolve_device
+from qsparse.errors import UserError
+from qsparse.models import MLP
+from qsparse.train.config import TrainConfig, option
+from qsparse.train.fit import EpochEnd, FitState, fit
+from qsparse.train.progress import Display
+
+INPUTS = 784
+CLASSES = 10
+
+
+@dataclass(frozen=True)
+class TrainedRun:
+    """A finished run: its directory, its config.json, and the metrics of each epoch (see `fit`)."""
+
+    run: Path
+    config: dict[str, Any]
+    metrics: list[dict[str, Any]]
+
+    def to_json(self) -> dict[str, Any]:
+        """Return what `qsparse train --json` prints."""
+        last = self.metrics[-1]
+        return {
+            "run": str(self.run),
+            "test_accuracy": last["test_accuracy"],
+            "validation_accuracy": last["validation_accuracy"],
+            "seconds": sum(epoch["seconds"] for epoch in self.metrics),
+            "epochs": self.metrics,
+            "config": self.config,
+        }
+
+
+def train(
+    config: TrainConfig,
+    *,
+    out: str | Path | None = None,
+    force: bool = False,
+    console: Console | None = None,
+) -> TrainedRun:
+    """Train a new run.
+
+    out: its directory; left out, the next number under runs/. force: replace the run that `out` holds, but only once
+    the new one can start. console: where progress goes (nowhere when left out).
+
+    Raises UserError for an `out` that holds a run (without force) or cannot be written, a device or data that are not
+    there, and a loss that is not finite; KeyboardInterrupt, saying what is saved, when interrupted.
+    """
+    say = _say(console)
+    replacing = out is not None and checkpoint.holds_run(Path(out))
+    if replacing:
+        if not force:
+            raise UserError(
+                f"{out} already holds a run: go on with it by --resume, replace it by --force, or choose another --out"
+            )
+        checkpoint.require_own(Path(out))
+    checkpoint.require_writable(checkpoint.RUNS if out is None else out)
+    device = resolve_device(config.device)
+    dataset = data.load(config.data, config.validation, say)
+
+    run = checkpoint.new_run() if out is None else checkpoint.make_directory(out)
+    if replacing:
+        checkpoint.clear_run(run)
+    config = dataclasses.replace(
+        config, device=device.type, data=_name_again(config.data, dataset), validation=len(dataset.validation)
+    )
+    model = _new_model(config)
+    checkpoint.write_config(
+        run,
+        {
+            "qsparse": __version__,
+            "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+            "train": config.to_json(),
+            "dataset": identity(dataset),
+        },
+        model,
+    )
+    say(f"{run}: {_title(config, dataset)}")
+    return _train(run, model.to(device), dataset.to(device), config, FitState(), console)
+
+
+def resume(given: Mapping[str, Any], *, out: str | Path | None = None, console: Console | None = None) -> TrainedRun:
+    """Go on with the run in `out` (left out: the newest under runs/) after its last finished epoch.
+
+    The weights come out bit for bit as without the interruption. A run that is done is returned as it is.
+    given: the settings (fields of TrainConfig) that the user named; they must be the run's.
+
+    Raises UserError when there is no such run, when a setting contradicts the run's, or when the data are not those
+    that it began with; KeyboardInterrupt as `train`.
+    """
+    say = _say(console)
+    run = checkpoint.find_run(out)
+    config = read_train_config(run)
+    _refuse_contradictions(run, config, given)
+    if checkpoint.is_finished(run):
+        say(f"{run} is done: all {config.epochs} epochs are trained")
+        return TrainedRun(run, checkpoint.read_config(run), checkpoint.read_metrics(run))
+    checkpoint.require_writable(run)
+    device = resolve_device(config.device)
+    dataset = load_dataset(run, say)
+    model = _new_model(config).to(device)
+    saved = checkpoint.load_checkpoint(run, model)
+    state = FitState() if saved is None else FitState(saved.momentum, saved.metrics)
+    say(f"{run}: {_title(config, dataset)}, going on after epoch {len(state.metrics)} of {config.epochs}")
+    return _train(run, model, dataset.to(device), config, state, console)
+
+
+def _train(
+    run: Path, model: MLP, dataset: Dataset, config: TrainConfig, state: FitState, console: Console | None
+) -> TrainedRun:
+    """Train what is left of the run, a checkpoint an epoch, and write the model at the end."""
+    done = len(state.metrics)
+    try:
+        with Display(console or Console(quiet=True), config.epochs) as display:
+
+            def on_epoch(end: EpochEnd) -> None:
+                nonlocal done
+                checkpoint.save_checkpoint(run, end.model, end.momentum, end.metrics)
+                done = end.epoch
+                checkpoint.write_metrics(run, end.metrics)
+                display.epoch_end(end)
+
+            metrics = fit(
+                model,
+                dataset,
+                config,
+                start_epoch=done,
+                state=state,
+                on_epoch=on_epoch,
+                progress=display.progress,
+            )
+        checkpoint.write_metrics(run, metrics)
+        checkpoint.write_weights(run, model)
+    except KeyboardInterrupt:
+        saved = f"epoch {done} of {config.epochs} is saved" if done else "no epoch was finished, so nothing is saved"
+        raise KeyboardInterrupt(
+            f"interrupted: {saved} in {run}; go on with `qsparse train --resume --out {run}`"
+        ) from None
+    checkpoint.drop_checkpoint(run)
+    return TrainedRun(run, checkpoint.read_config(run), metrics)
+
+
+def read_train_config(run: Path) -> TrainConfig:
+    """Return the settings that `run` was trained with. Raises UserError when its config.json does not hold them."""
+    try:
+        return TrainConfig.from_json(checkpoint.read_config(run)["train"])
+    except (KeyError, TypeError, UserError) as error:
+        raise UserError(f"{run / checkpoint.CONFIG} does not hold the settings of a qsparse run: {error}") from error
+
+
+def load_dataset(run: Path, say: Callable[[str], None] | None = None) -> Dataset:
+    """Load the very data that `run` was trained with.
+
+    Raises UserError when they are not to be had, or are other data by now: an accuracy on these would mean nothing.
+    """
+    config = read_train_config(run)
+    dataset = data.load(config.data, config.validation, say)
+    was, now = checkpoint.read_config(run).get("dataset"), identity(dataset)
+    if not isinstance(was, dict) or was.get("digest") != now["digest"]:
+        source = was.get("source") if isinstance(was, dict) else "unknown data"
+        raise UserError(
+            f"{run} was trained on other data ({source}) than are here now ({dataset.source}): "
+            "bring those back (QSPARSE_DATA can point at them), or train a new run"
+        )
+    return dataset
+
+
+def identity(dataset: Dataset) -> dict[str, Any]:
+    """Return a JSON-able dict that tells the data set: name, source, images in each split, and a digest of all of it."""
+    digest = hashlib.blake2b(digest_size=16)
+    for split in (dataset.train, dataset.validation, dataset.test):
+        for tensor in (split.images, split.labels):
+            digest.update(tensor.cpu().numpy())
+    return {
+        "name": dataset.name,
+        "source": dataset.source,
+        "train": len(dataset.train),
+        "validation": len(dataset.validation),
+        "test": len(dataset.test),
+        "digest": digest.hexdigest(),
+    }
+
+
+def _name_again(asked: str, dataset: Dataset) -> str:
+    """Return the `--data` that finds `dataset` again from any directory, without the choices that `auto` has."""
+    if asked == "auto":
+        return dataset.name if dataset.name != "custom" else str(Path(dataset.source).absolute())
+    return asked if asked in ("mnist", "mnist-5k") else str(Path(asked).expanduser().absolute())
+
+
+def _refuse_contradictions(run: Path, config: TrainConfig, given: Mapping[str, Any]) -> None:
+    """Raise UserError when a setting in `given` is not the run's own."""
+    for field, value in given.items():
+        own = getattr(config, field)
+        if field == "hidden":
+            value = tuple(value)
+        if field == "data" and value not in ("auto", "mnist", "mnist-5k"):
+            value = str(Path(value).expanduser().absolute())
+        if value == own or (field in ("device", "data") and value == "auto"):
+            continue
+        why = " (its learning rate decays over that many)" if field == "epochs" else ""
+        raise UserError(
+            f"{run} was begun with {option(field)} {_spell(own)}{why}, and {_spell(value)} would give other weights: "
+            f"leave {option(field)} out to resume it, or train a new run"
+        )
+
+
+def _spell(value: object) -> str:
+    return ("+".join(map(str, value)) or "0") if isinstance(value, tuple) else str(value)
+
+
+def _new_model(config: TrainConfig) -> MLP:
+    return MLP((INPUTS, *config.hidden, CLASSES), seed=config.seed)
+
+
+def _title(config: TrainConfig, dataset: Dataset) -> str:
+    sizes = "-".join(map(str, (INPUTS, *config.hidden, CLASSES)))
+    return f"{sizes} on {len(dataset.train):,} images of {dataset.name} ({dataset.source}), {config.device}"
+
+
+def _say(console: Console | None) -> Callable[[str], None]:
+    """Return a function that prints a sentence on `console`, if there is one."""
+    if console is None:
+        return lambda sentence: None
+    return lambda sentence: console.print(sentence, markup=False, highlight=False, soft_wrap=True)
