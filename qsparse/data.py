@@ -134,7 +134,9 @@ def locate() -> Location:
 
 
 def cache_directory() -> Path:
-    """The directory that downloads go to: `qsparse` in $XDG_CACHE_HOME or in ~/.cache, which need not exist."""
+    """The directory of downloads, which need not exist: $QSPARSE_CACHE, else qsparse in $XDG_CACHE_HOME or ~/.cache."""
+    if place := os.environ.get("QSPARSE_CACHE"):
+        return Path(place)
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "qsparse"
 
 

@@ -19,6 +19,7 @@ _PROXIES = ("http_proxy", "https_proxy", "all_proxy", "HTTP_PROXY", "HTTPS_PROXY
 def pytest_configure(config: pytest.Config) -> None:
     config.stash[_REAL_DATA] = os.environ.pop("QSPARSE_DATA", None)
     config.stash[_CACHE] = tempfile.TemporaryDirectory(prefix="qsparse-tests-")
+    os.environ.pop("QSPARSE_CACHE", None)
     # Set before any module is imported: some read them once.
     os.environ["XDG_CACHE_HOME"] = config.stash[_CACHE].name
     os.environ["MPLCONFIGDIR"] = str(Path(config.stash[_CACHE].name) / "matplotlib")
