@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import functools
+import warnings
+
 import torch
 
 from qsparse.kernels._face import rows
@@ -56,11 +59,27 @@ def check_shape(w_shape, k: int) -> int:
     return n
 
 
+@functools.cache
+def _silence_beta_warning() -> None:
+    """PyTorch warns once a process that CSR is in beta; let that once be here, and unheard."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)
+        empty = torch.zeros(1, dtype=torch.int32)
+        torch.sparse_csr_tensor(empty, empty[:0], torch.zeros(0), size=(0, 0), check_invariants=False)
+
+
 @torch.no_grad()
-def cpu(x, w: torch.Tensor, bias, relu: bool):
-    """PyTorch's CPU kernel (MKL) on a sparse tensor; halves are computed in float32, which CSR on a CPU needs."""
-    y = (w @ x.float().t()).t() if w.layout == torch.sparse_csr else torch.sparse.mm(w, x.float().t()).t()
+def cpu(x, layout: torch.layout, indices: tuple, values, shape, bias, relu: bool):
+    """PyTorch's CPU kernels; halves are computed in float32, since CSR has no half there."""
+    _silence_beta_warning()
+    make = torch.sparse_csr_tensor if layout == torch.sparse_csr else _coo_tensor
+    w = make(*indices, values.float(), size=tuple(shape), check_invariants=False)
+    y = (w @ x.float().t()).t()
     if bias is not None:
         y = y + bias.float()
     y = y.relu_() if relu else y
     return rows(y.to(x.dtype))
+
+
+def _coo_tensor(row_indices, cols, values, **options):
+    return torch.sparse_coo_tensor(torch.stack((row_indices, cols)).long(), values, **options)

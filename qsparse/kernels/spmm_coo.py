@@ -57,7 +57,6 @@ def spmm_coo(x, values, rows, cols, bias=None, *, shape, relu: bool = False, che
         values, cols = values[order], cols[order]
     values, rows, cols = row_major(values), row_major(rows), row_major(cols)
     if x.device.type == "cpu":
-        w = torch.sparse_coo_tensor(torch.stack((rows, cols)).long(), values.float(), tuple(shape))
-        return _spmm.cpu(x, w, bias, relu)
+        return _spmm.cpu(x, torch.sparse_coo, (rows, cols), values, shape, bias, relu)
     entries = (values.data_ptr(), cols.data_ptr(), rows.data_ptr(), nnz)
     return _spmm.spmm("spmm_coo", x, entries, "PPPq", bias, n, relu)

@@ -54,9 +54,7 @@ def spmm_csr(x, values, col_indices, row_offsets, bias=None, *, shape, relu: boo
         _spmm.check_indices("col_indices", col_indices, shape[1])
     values, col_indices, row_offsets = rows(values), rows(col_indices), rows(row_offsets)
     if x.device.type == "cpu":
-        dense_k = (row_offsets, col_indices, values.float())
-        w = torch.sparse_csr_tensor(*dense_k, size=tuple(shape), check_invariants=False)
-        return _spmm.cpu(x, w, bias, relu)
+        return _spmm.cpu(x, torch.sparse_csr, (row_offsets, col_indices), values, shape, bias, relu)
     entries = (values.data_ptr(), col_indices.data_ptr(), row_offsets.data_ptr())
     return _spmm.spmm("spmm_csr", x, entries, "PPP", bias, n, relu)
 
