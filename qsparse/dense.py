@@ -23,12 +23,11 @@ def dense_layers(model: MLP, verb: str) -> dict[str, Linear]:
                 f"Cannot {verb} this model: its layer {name} is already compressed ({type(layer).__name__}). "
                 "Start from the dense model of the run."
             )
-        check_finite(name, layer)
+        _check_finite(name, layer)
     return model.layers()
 
 
-def check_finite(name: str, layer: Linear) -> None:
-    """Raises UserError, naming the layer, if its weight or bias holds NaN or Inf."""
+def _check_finite(name: str, layer: Linear) -> None:
     for what, tensor in layer.named_parameters():
         bad = int((~torch.isfinite(tensor)).sum())
         if bad:

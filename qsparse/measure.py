@@ -62,13 +62,12 @@ def measure(
         Rows with the fields
         op ("mlp"), run, variant, peer (null for our own kernels), sizes, dtype, activations, granularity, calibration,
         method, format, density (the fraction stored; null when dense), accuracy (fraction), accuracy_change (points
-        against the baseline), agreement (fraction of predictions equal to the baseline's), test_images, latency_us, latency_us_p10,
-        latency_us_p90 (batch as a string -> microseconds: median and percentiles), repetitions (batch -> count),
-        speedup (batch -> baseline's latency / this latency), weight_bytes (all stored tensors), weight_ratio (to the
-        baseline's), file_bytes,
-        peak_bytes (device memory during inference of 10,000 images, its weights and input included; null on the CPU),
-        kernel, device, simulated (false: what ran is what is reported), seed, date (UTC), commit, timer, l2, gpu, cpu,
-        threads, torch, cuda. What does not apply is null.
+        against the baseline), agreement (fraction of predictions equal to the baseline's), test_images, latency_us,
+        latency_us_p10, latency_us_p90 (batch as a string -> microseconds: median and percentiles), repetitions (batch
+        -> count), speedup (batch -> baseline's latency / this latency), weight_bytes (all stored tensors),
+        weight_ratio (to the baseline's), file_bytes, peak_bytes (device memory during inference of 10,000 images, its
+        weights and input included; null on the CPU), kernel, device, simulated (false: what ran is what is reported),
+        seed, date (UTC), commit, timer, l2, gpu, cpu, threads, torch, cuda. What does not apply is null.
 
     Raises:
         UserError: outputs that are not finite, or that change with the batch size beyond rounding; the message names
@@ -183,9 +182,8 @@ def _description(module: torch.nn.Module, device: torch.device) -> dict:
         layers, kernel = list(module.layers().values()), module.kernel(device)
     quantized = [layer for layer in layers if isinstance(layer, QuantLinear)]
     sparse = [layer for layer in layers if isinstance(layer, SparseLinear)]
-    stored = sum(
-        layer.values.numel() if layer in sparse else layer.in_features * layer.out_features for layer in layers
-    )
+    sizes = [layer.in_features * layer.out_features for layer in layers]
+    stored = [layer.nnz if layer in sparse else size for layer, size in zip(layers, sizes, strict=True)]
     return {
         "sizes": [layers[0].in_features, *(layer.out_features for layer in layers)],
         "dtype": _joined(_dtype_name(layer) for layer in layers),
@@ -194,7 +192,7 @@ def _description(module: torch.nn.Module, device: torch.device) -> dict:
         "calibration": None,
         "method": "absmax" if quantized else None,
         "format": _joined(layer.format for layer in sparse) if sparse else "dense",
-        "density": stored / sum(layer.in_features * layer.out_features for layer in layers) if sparse else None,
+        "density": sum(stored) / sum(sizes) if sparse else None,
         "kernel": kernel,
     }
 
@@ -209,7 +207,7 @@ def _joined(names: Iterable[str]) -> str:
 
 
 def _torch_peers(model: MLP, compiled: bool) -> dict[str, torch.nn.Module]:
-    """What a user would run instead of the dense `model`: PyTorch's own layers, by peer name; none if it isn't dense."""
+    """What a user would run instead of the dense `model`: PyTorch's own layers; nothing if it is not dense."""
     if not all(isinstance(layer, Linear) for layer in model.layers().values()):
         return {}
     peers: dict[str, torch.nn.Module] = {}

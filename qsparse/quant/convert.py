@@ -4,7 +4,7 @@ import copy
 
 import torch
 
-from qsparse.dense import check_finite, dense_layers
+from qsparse.dense import dense_layers
 from qsparse.errors import UserError
 from qsparse.models import MLP
 from qsparse.nn import Linear, QuantLinear
@@ -32,7 +32,7 @@ def quantize(model: MLP, dtype: str) -> MLP:
     for name, layer in layers.items():
         if layer.weight.dtype != torch.float32:
             raise UserError(
-                f"Cannot quantize this model: its layer {name} is already {str(layer.weight.dtype).removeprefix('torch.')}. "
+                f"Cannot quantize this model: its layer {name} is already {_name(layer.weight.dtype)}. "
                 "Start from the float32 model of the run."
             )
     if dtype == "int8":
@@ -41,12 +41,14 @@ def quantize(model: MLP, dtype: str) -> MLP:
 
 
 def _to_half(name: str, layer: Linear, dtype: torch.dtype) -> Linear:
-    half = copy.deepcopy(layer).to(dtype)
     largest = max(float(tensor.detach().abs().max()) for tensor in layer.parameters() if tensor.numel())
     if largest > torch.finfo(dtype).max:
         raise UserError(
-            f"Layer {name} does not fit {str(dtype).removeprefix('torch.')}: it holds {largest:.3g}, "
+            f"Layer {name} does not fit {_name(dtype)}: it holds {largest:.3g}, "
             f"and the largest number there is {torch.finfo(dtype).max:.3g}. bf16 has float32's range."
         )
-    check_finite(name, half)
-    return half
+    return copy.deepcopy(layer).to(dtype)
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")

@@ -95,7 +95,7 @@ def _draw(left: Axes, right: Axes, rows: list[dict], batch: str) -> list[Line2D]
 def _point(axes: Axes, x: float, y: float, style: dict, taken: Counter) -> None:
     """A marker; where others lie already, a smaller one on top, so that each is seen."""
     place = (axes, round(math.log10(x), 2), round(y, 2))
-    axes.plot([x], [y], **style | {"markersize": max(_MARKER_SIZE - 3.5 * taken[place], 2)})
+    axes.plot([x], [y], **style | {"markersize": max(_MARKER_SIZE - 3 * taken[place], 3)})
     taken[place] += 1
 
 
@@ -127,7 +127,7 @@ def _styles(rows: list[dict]) -> list[dict]:
                 "marker": marker,
                 "markerfacecolor": "none" if row.get("peer") else colour,
                 "markeredgecolor": colour if row.get("peer") else "white",
-                "markeredgewidth": 1.8 if row.get("peer") else 0.8,
+                "markeredgewidth": 1.8 if row.get("peer") else 0.6,
                 "markersize": _MARKER_SIZE,
                 "linestyle": "none",
                 "zorder": 3,

@@ -125,9 +125,8 @@ def _bytes(row: dict) -> str:
 def _caption(rows: list[dict], with_kernels: bool) -> str:
     timers = [_TIMERS[timer] for timer in distinct(rows, "timer") if timer in _TIMERS]
     latency = f"Latency: median {' or '.join(timers)}. " if timers else ""
-    caption = f"{latency}Points, agreement, speed-up and percentage of the bytes: against the baseline of the same run and device."
+    caption = f"{latency}Points, agreement, speed-up and share of the bytes: against the baseline of the same run."
     if with_kernels:
-        caption += "".join(
-            f"\n{row.get('variant')}: {row.get('kernel') or _MISSING}, {device_name(row)}" for row in rows
-        )
+        kernels = (f"{row.get('variant')}: {row.get('kernel') or _MISSING}, {device_name(row)}" for row in rows)
+        caption = "\n".join((caption, *kernels))
     return caption

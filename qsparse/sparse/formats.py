@@ -4,8 +4,8 @@ A weight is stored where the mask is True, even if its value is zero, and nowher
 mask is the structure. Entries come row by row, columns ascending. Indices are int32, values keep the matrix's dtype,
 everything stays on its device.
 
-    CSR  (values (nnz,), col_indices (nnz,), row_offsets (N + 1,)): row i is entries row_offsets[i] to row_offsets[i + 1]
-    COO  (values (nnz,), rows (nnz,), cols (nnz,))
+    CSR  values (nnz,), col_indices (nnz,), row_offsets (N + 1,): row i is entries row_offsets[i] to row_offsets[i + 1]
+    COO  values (nnz,), rows (nnz,), cols (nnz,)
 
 Rows without entries, matrices without entries and full matrices are ordinary cases.
 """
@@ -23,7 +23,7 @@ def to_csr(w: Tensor, mask: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         TypeError: `mask` is not bool.
         ValueError: the shapes differ or are no matrix, or there are more than 2**31 - 1 entries.
     """
-    values, rows, cols = to_coo(w, mask)
+    values, _, cols = to_coo(w, mask)
     row_offsets = torch.zeros(w.shape[0] + 1, dtype=torch.int32, device=w.device)
     row_offsets[1:] = mask.sum(dim=1).cumsum(dim=0)
     return values, cols, row_offsets

@@ -1,0 +1,115 @@
+import numpy as np
+import pytest
+import scipy.sparse
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from qsparse.sparse import from_coo, from_csr, to_coo, to_csr
+
+SHAPES = [(1, 1), (3, 5), (7, 1), (1, 9), (16, 33), (0, 4), (4, 0), (0, 0)]
+DENSITIES = [0.0, 0.05, 0.5, 1.0]
+
+
+def matrix_and_mask(shape, density, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    w = torch.randn(shape, generator=generator)
+    return w, torch.rand(shape, generator=generator) < density
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("density", DENSITIES)
+def test_csr_is_scipys(shape, density):
+    w, mask = matrix_and_mask(shape, density)
+    values, col_indices, row_offsets = to_csr(w, mask)
+    expected = scipy.sparse.csr_array((w * mask).numpy())
+    np.testing.assert_array_equal(values.numpy(), expected.data)
+    np.testing.assert_array_equal(col_indices.numpy(), expected.indices)
+    np.testing.assert_array_equal(row_offsets.numpy(), expected.indptr)
+    assert (col_indices.dtype, row_offsets.dtype, values.dtype) == (torch.int32, torch.int32, w.dtype)
+    torch.testing.assert_close(from_csr(values, col_indices, row_offsets, shape), w * mask, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("density", DENSITIES)
+def test_coo_is_scipys(shape, density):
+    w, mask = matrix_and_mask(shape, density)
+    values, rows, cols = to_coo(w, mask)
+    expected = scipy.sparse.coo_array((w * mask).numpy())
+    np.testing.assert_array_equal(values.numpy(), expected.data)
+    np.testing.assert_array_equal(rows.numpy(), expected.coords[0])
+    np.testing.assert_array_equal(cols.numpy(), expected.coords[1])
+    assert (rows.dtype, cols.dtype, values.dtype) == (torch.int32, torch.int32, w.dtype)
+    torch.testing.assert_close(from_coo(values, rows, cols, shape), w * mask, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("compress", [to_csr, to_coo])
+def test_the_mask_decides_not_the_value(compress):
+    w = torch.tensor([[0.0, 1.0], [2.0, 0.0]])
+    mask = torch.tensor([[True, False], [True, False]])
+    values, *indices = compress(w, mask)
+    assert values.tolist() == [0.0, 2.0]
+    expected = {to_csr: [[0, 0], [0, 1, 2]], to_coo: [[0, 1], [0, 0]]}
+    assert [index.tolist() for index in indices] == expected[compress]
+
+
+@settings(deadline=None, max_examples=100)
+@given(st.lists(st.tuples(st.integers(0, 3), st.integers(0, 4), st.integers(-9, 9)), max_size=30))
+def test_unsorted_coo_with_duplicates_is_summed_like_scipys(entries):
+    rows, cols, values = (torch.tensor([entry[i] for entry in entries], dtype=torch.int32) for i in range(3))
+    expected = scipy.sparse.coo_array((values.float().numpy(), (rows.numpy(), cols.numpy())), shape=(4, 5)).toarray()
+    np.testing.assert_array_equal(from_coo(values.float(), rows, cols, (4, 5)).numpy(), expected)
+
+
+def test_csr_with_duplicates_in_a_row_is_summed():
+    dense = from_csr(torch.tensor([1.0, 2.0, 4.0]), torch.tensor([1, 1, 0]), torch.tensor([0, 2, 2, 3]), (3, 2))
+    assert dense.tolist() == [[0, 3], [0, 0], [4, 0]]
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize(("compress", "expand"), [(to_csr, from_csr), (to_coo, from_coo)])
+def test_half_values_stay_half(dtype, compress, expand):
+    w, mask = matrix_and_mask((5, 6), 0.5)
+    arrays = compress(w.to(dtype), mask)
+    assert arrays[0].dtype == dtype
+    torch.testing.assert_close(expand(*arrays, (5, 6)), w.to(dtype) * mask, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("view", [lambda t: t.t(), lambda t: t[::2], lambda t: t[:, 1:], lambda t: t[:1].expand(4, -1)])
+def test_views_are_read_by_their_strides(view):
+    w, mask = matrix_and_mask((6, 7), 0.5)
+    shape = tuple(view(w).shape)
+    torch.testing.assert_close(from_csr(*to_csr(view(w), view(mask)), shape), view(w) * view(mask), rtol=0, atol=0)
+
+
+def test_a_wrong_mask_is_refused():
+    w = torch.ones(2, 3)
+    with pytest.raises(TypeError, match=r"mask must be bool, not torch\.float32"):
+        to_csr(w, torch.ones(2, 3))
+    with pytest.raises(ValueError, match=r"not \(2, 3\) and \(3, 2\)"):
+        to_coo(w, torch.ones(3, 2, dtype=torch.bool))
+    with pytest.raises(ValueError, match="matrices"):
+        to_csr(w[0], torch.ones(3, dtype=torch.bool))
+
+
+@pytest.mark.parametrize(
+    ("cols", "offsets", "message"),
+    [
+        ([0, 3], [0, 1, 2], "entry 1 has column index 3, outside 0..2"),
+        ([-1, 0], [0, 1, 2], "entry 0 has column index -1, outside 0..2"),
+        ([0, 1], [0, 3, 2], "row_offsets decrease at entry 2"),
+        ([0, 1], [0, 1, 3], "from 0 to 2"),
+        ([0, 1], [1, 1, 2], "from 0 to 2"),
+        ([0, 1], [0, 2], "3 entries"),
+    ],
+)
+def test_bad_csr_indices_are_refused(cols, offsets, message):
+    with pytest.raises(ValueError, match=message):
+        from_csr(torch.ones(2), torch.tensor(cols), torch.tensor(offsets), (2, 3))
+
+
+def test_bad_coo_indices_are_refused():
+    with pytest.raises(ValueError, match=r"entry 1 has row index 2, outside 0\.\.1"):
+        from_coo(torch.ones(2), torch.tensor([0, 2]), torch.tensor([0, 0]), (2, 3))
+    with pytest.raises(ValueError, match="one length"):
+        from_coo(torch.ones(2), torch.tensor([0]), torch.tensor([0, 0]), (2, 3))
