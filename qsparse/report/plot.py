@@ -19,6 +19,8 @@ from qsparse.report.rows import device_name, distinct
 _COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#8C6D1F")
 _MARKERS = ("o", "s", "^", "D", "v", "P", "X")
 _MARKER_SIZE = 11
+_CLOSE = 0.015  # of an axis: markers that near cover each other
+_LEGEND_CHARACTERS = 150  # that a line of the legend holds
 _LEAST_SPREAD = 0.5  # percent of accuracy: less than that on the axis would make noise look like a difference
 
 
@@ -38,7 +40,7 @@ def png(rows: list[dict], path: str | os.PathLike, *, batch: int = 1024) -> Path
             "There is nothing to plot: no row has an accuracy. Run `qsparse quantize` or `qsparse sparsify`."
         )
     labels = _labels(rows)
-    columns = min(len(labels), 4 if max(map(len, labels)) < 28 else 2)
+    columns = min(len(labels), max(1, _LEGEND_CHARACTERS // (max(map(len, labels)) + 7)))
     height = 5.2 + 0.25 * math.ceil(len(labels) / columns)  # inches: the panels stay as they are, the legend grows
     figure = Figure(figsize=(12, height), dpi=150, layout="constrained")
     FigureCanvasAgg(figure)
@@ -57,46 +59,51 @@ def png(rows: list[dict], path: str | os.PathLike, *, batch: int = 1024) -> Path
 
 def _draw(left: Axes, right: Axes, rows: list[dict], batch: str) -> list[Line2D]:
     """Draw both panels; returns the legend's handles, one a row."""
-    latencies: list[float] = []
-    sizes: list[float] = []
-    taken: Counter = Counter()
-    styles = _styles(rows)
-    for row, style in zip(rows, styles, strict=True):
-        percent = 100 * row["accuracy"]
-        microseconds = (row.get("latency_us") or {}).get(batch)
-        if microseconds is not None:
-            low = (row.get("latency_us_p10") or {}).get(batch, microseconds)
-            high = (row.get("latency_us_p90") or {}).get(batch, microseconds)
-            left.plot([low, high], [percent, percent], color=style["color"], linewidth=1.5, alpha=0.6, zorder=2)
-            _point(left, microseconds, percent, style, taken)
-            latencies += [low, microseconds, high]
-        if row.get("weight_bytes"):
-            _point(right, row["weight_bytes"], percent, style, taken)
-            sizes.append(row["weight_bytes"])
+    accuracies = [100 * row["accuracy"] for row in rows]
+    medians, lows, highs = (
+        _at_batch(rows, field, batch) for field in ("latency_us", "latency_us_p10", "latency_us_p90")
+    )
+    sizes = [row.get("weight_bytes") for row in rows]
+
     left.set_title(f"Accuracy against latency at batch {int(batch):,}", loc="left", fontsize=12)
     left.set_ylabel("accuracy on the test set (%)")
     left.set_xlabel("latency (median; bar: 10th to 90th percentile), logarithmic: left is faster")
     right.set_title("Accuracy against stored weights", loc="left", fontsize=12)
     right.set_xlabel("weight bytes, logarithmic: left is smaller")
-    _log_axis(left, latencies, _time_label)
-    _log_axis(right, sizes, _bytes_label)
-    accuracies = [100 * row["accuracy"] for row in rows]
     middle = (min(accuracies) + max(accuracies)) / 2
     spread = max(max(accuracies) - min(accuracies), _LEAST_SPREAD)
-    left.set_ylim(middle - 0.65 * spread, middle + 0.65 * spread)
+    left.set_ylim(middle - 0.65 * spread, min(middle + 0.65 * spread, 100 + 0.05 * spread))
+    _log_axis(left, [us for us in (*lows, *medians, *highs) if us], _time_label)
+    _log_axis(right, [size for size in sizes if size], _bytes_label)
     for axes in (left, right):
         axes.grid(True, color="#DDDDDD", linewidth=0.8)
         axes.set_axisbelow(True)
         axes.spines[["top", "right"]].set_visible(False)
         axes.tick_params(labelleft=True)
+
+    styles = _styles(rows)
+    for low, high, accuracy, style in zip(lows, highs, accuracies, styles, strict=True):
+        if low and high:
+            left.plot([low, high], [accuracy] * 2, color=style["color"], linewidth=1.5, alpha=0.6, zorder=2)
+    _points(left, medians, accuracies, styles)
+    _points(right, sizes, accuracies, styles)
     return [Line2D([], [], **style) for style in styles]
 
 
-def _point(axes: Axes, x: float, y: float, style: dict, taken: Counter) -> None:
-    """A marker; where others lie already, a smaller one on top, so that each is seen."""
-    place = (axes, round(math.log10(x), 2), round(y, 2))
-    axes.plot([x], [y], **style | {"markersize": max(_MARKER_SIZE - 3 * taken[place], 3)})
-    taken[place] += 1
+def _at_batch(rows: list[dict], field: str, batch: str) -> list[float | None]:
+    return [(row.get(field) or {}).get(batch) for row in rows]
+
+
+def _points(axes: Axes, xs: list[float | None], ys: list[float], styles: list[dict]) -> None:
+    """A marker for each point; where others lie already, a smaller one on top, so that each is seen."""
+    to_fraction = axes.transScale + axes.transLimits
+    taken: list[tuple[float, float]] = []
+    for x, y, style in zip(xs, ys, styles, strict=True):
+        if x:
+            across, up = to_fraction.transform((x, y))
+            below = sum(abs(across - a) < _CLOSE and abs(up - u) < _CLOSE for a, u in taken)
+            axes.plot([x], [y], **style | {"markersize": max(_MARKER_SIZE - 3 * below, 3)})
+            taken.append((across, up))
 
 
 def _labels(rows: list[dict]) -> list[str]:

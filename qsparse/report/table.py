@@ -15,6 +15,7 @@ _BATCHES = ("1", "64", "1024", "10000")
 _MISSING = "-"
 _KERNEL_WIDTHS = (60, 36, 28, 20)
 _DEVICE_WIDTH = 16
+_UNSTEADY = 3  # p90 over p10: an idle machine stays well below
 _TIMERS = {
     "wall": "wall-clock time on the CPU",
     "cuda_graph": "device time of a CUDA-graph replay, L2 cache flushed before it",
@@ -126,7 +127,17 @@ def _caption(rows: list[dict], with_kernels: bool) -> str:
     timers = [_TIMERS[timer] for timer in distinct(rows, "timer") if timer in _TIMERS]
     latency = f"Latency: median {' or '.join(timers)}. " if timers else ""
     caption = f"{latency}Points, agreement, speed-up and share of the bytes: against the baseline of the same run."
+    if unsteady := [str(row.get("variant")) for row in rows if _is_unsteady(row)]:
+        caption += (
+            f"\nUnsteady: {', '.join(dict.fromkeys(unsteady))} took over {_UNSTEADY}x longer in some repetitions than "
+            "in others. The machine was busy; measure again when it is idle."
+        )
     if with_kernels:
         kernels = (f"{row.get('variant')}: {row.get('kernel') or _MISSING}, {device_name(row)}" for row in rows)
         caption = "\n".join((caption, *kernels))
     return caption
+
+
+def _is_unsteady(row: dict) -> bool:
+    low, high = row.get("latency_us_p10") or {}, row.get("latency_us_p90") or {}
+    return any(high[batch] > _UNSTEADY * low[batch] for batch in low.keys() & high.keys())

@@ -125,5 +125,13 @@ def test_the_caption_says_how_time_was_taken():
     assert "CUDA-graph replay, L2 cache flushed" in piped([make_row("baseline", timer="cuda_graph")])
 
 
+def test_times_taken_on_a_busy_machine_are_flagged():
+    steady = make_row("baseline", latency_us_p10={"1": 20.0, "64": 70.0}, latency_us_p90={"1": 30.0, "64": 90.0})
+    shaky = make_row("int8", latency_us_p10={"1": 20.0, "64": 70.0}, latency_us_p90={"1": 30.0, "64": 211.0})
+    assert "busy" not in piped([steady])
+    flagged = " ".join(piped([steady, shaky]).split())
+    assert "Unsteady: int8 took over 3x longer in some repetitions than in others. The machine was busy" in flagged
+
+
 def test_no_rows_make_an_empty_table():
     assert "accuracy" in piped([])
