@@ -7,6 +7,7 @@ import http.client
 import queue
 import tempfile
 import threading
+import urllib.error
 import urllib.request
 from pathlib import Path
 
@@ -59,6 +60,9 @@ def fetch(url: str) -> bytes:
                 while chunk := response.read1(1 << 16):
                     chunks.put(chunk)
             chunks.put(b"")
+        except urllib.error.HTTPError as error:
+            error.close()  # it holds the connection
+            chunks.put(error)
         except Exception as error:
             chunks.put(error)
 
