@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import inspect
 import sys
 from collections.abc import Callable
 
@@ -12,15 +13,17 @@ import torch
 from qsparse.kernels import _load
 
 
-def face(sources: dict[str, tuple[str, ...]], *, in_place: bool = False):
+def face(sources: dict[str, tuple[str, ...]], *, in_place: tuple[str, ...] = ()):
     """Make a function over torch tensors into a face: CuPy and NumPy arrays work too, and come back as they came.
 
     ``sources`` maps each ``cuda/`` file of the operation to the C++ names of all kernel instances it may launch; the
-    tests compile exactly these. The face gains ``sources`` and ``tier(device)``. ``in_place`` faces write into their
-    arguments, so an array that could only be read through a copy is refused.
+    tests compile exactly these. The face gains ``sources`` and ``tier(device)``. ``in_place`` names the arguments that
+    are written into, so an array that could only be read through a copy is refused there.
     """
 
     def decorate(function: Callable) -> Callable:
+        signature = inspect.signature(function)
+
         @functools.wraps(function)
         def call(*args, **kwargs):
             if args and isinstance(args[0], torch.Tensor):  # the hot path
@@ -29,7 +32,7 @@ def face(sources: dict[str, tuple[str, ...]], *, in_place: bool = False):
             if kind is torch.Tensor or kind is None:
                 return function(*args, **kwargs)
             if in_place:
-                _check_writable((*args, *kwargs.values()))
+                _check_writable(signature.bind(*args, **kwargs).arguments, in_place)
             if kind is np.ndarray:
                 result = function(*_map(_from_numpy, args), **_map(_from_numpy, kwargs))
                 return _map(torch.Tensor.numpy, result)
@@ -88,10 +91,13 @@ def _map(convert: Callable, values):
     return convert(values) if isinstance(values, torch.Tensor) or _is_array(values) else values
 
 
-def _check_writable(values) -> None:
-    for value in values:
-        if _is_array(value) and not (value.flags.c_contiguous and getattr(value.flags, "writeable", True)):
-            raise ValueError("arrays that are changed in place must be C-contiguous and writable")
+def _check_writable(arguments: dict, names: tuple[str, ...]) -> None:
+    for name in names:
+        array = arguments.get(name)
+        if _is_array(array) and not (
+            array.flags.c_contiguous and getattr(array.flags, "writeable", True) and array.dtype.isnative
+        ):
+            raise ValueError(f"{name} is changed in place and must be contiguous, writable and of native byte order")
 
 
 def _from_numpy(array: np.ndarray) -> torch.Tensor:
@@ -106,9 +112,11 @@ def _with_cupy(function: Callable, args: tuple, kwargs: dict):
     def to_torch(array):
         return torch.from_dlpack(array if all(stride >= 0 for stride in array.strides) else array.copy(order="C"))
 
-    devices = {value.device.id for value in (*args, *kwargs.values()) if _is_cupy(value)}
-    stream = cupy.cuda.get_current_stream()
-    with torch.cuda.stream(torch.cuda.ExternalStream(stream.ptr, device=devices.pop())):
+    device = next(value.device.id for value in (*args, *kwargs.values()) if _is_cupy(value))
+    pointer = cupy.cuda.get_current_stream(device).ptr
+    # ExternalStream(0) would be a new stream of PyTorch's pool, not the default stream that 0 stands for
+    stream = torch.cuda.ExternalStream(pointer, device) if pointer else torch.cuda.default_stream(device)
+    with torch.cuda.stream(stream):
         return _map(cupy.from_dlpack, function(*_map(to_torch, args), **_map(to_torch, kwargs)))
 
 
@@ -118,14 +126,19 @@ def _with_cupy(function: Callable, args: tuple, kwargs: dict):
 def check_tensor(name: str, value, dtypes: tuple[torch.dtype, ...], shape: tuple[int | None, ...]) -> None:
     """Raise TypeError or ValueError unless ``value`` is a tensor of an allowed dtype and shape (None: any size)."""
     if not isinstance(value, torch.Tensor):
-        raise TypeError(f"{name} must be an array, got {type(value).__name__}")
+        kind = f"{type(value).__module__}.{type(value).__name__}".removeprefix("builtins.")
+        raise TypeError(f"{name} must be an array, of the same library as the others, got {kind}")
     if value.dtype not in dtypes:
         allowed = ", ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
         raise TypeError(f"{name} must be {allowed}, got {str(value.dtype).removeprefix('torch.')}")
-    fits = value.dim() == len(shape) and all(want in (None, have) for want, have in zip(shape, value.shape, strict=True))
+    fits = value.dim() == len(shape) and all(
+        want in (None, have) for want, have in zip(shape, value.shape, strict=True)
+    )
     if not fits:
-        wanted = ", ".join("any" if size is None else str(size) for size in shape)
+        wanted = ", ".join("any" if size is None else str(size) for size in shape) + ("," if len(shape) == 1 else "")
         raise ValueError(f"{name} must have shape ({wanted}), got {tuple(value.shape)}")
+    if value.device.type not in ("cpu", "cuda"):
+        raise ValueError(f"{name} must be on the CPU or on a CUDA device, got {value.device}")
 
 
 def check_same_device(reference: torch.Tensor, **others: torch.Tensor | None) -> None:

@@ -42,10 +42,10 @@ def quantize_rows(x):
     Inference" (CVPR 2018), with a zero point of 0.
     """
     check_tensor("x", x, tuple(_C), (None, None))
-    if x.device.type == "cpu":
-        return _cpu(x)
     m, k = x.shape
     x = rows(x)
+    if x.device.type == "cpu":
+        return _cpu(x)
     q = torch.empty((m, k), dtype=torch.int8, device=x.device)
     scale = torch.empty(m, dtype=torch.float32, device=x.device)
     launch(

@@ -11,7 +11,7 @@ BLOCK = 256
 SOURCES = {"sgd.cu": ("sgd",)}
 
 
-@face(SOURCES, in_place=True)
+@face(SOURCES, in_place=("param", "momentum_buffer"))
 def sgd(param, grad, momentum_buffer=None, *, lr, momentum=0.0, weight_decay=0.0, mask=None) -> None:
     """``g = grad + weight_decay * param; v = momentum * v + g; param -= lr * v``, all in place.
 
