@@ -101,7 +101,7 @@ gemm_int8_simt(const signed char* __restrict__ x, const signed char* __restrict_
             const long long m = m0 + tm + i * (BM / TM), n = n0 + tn + j * (BN / TN);
             if (m < M && n < N)
                 store(&y[m * N + n], acc[i][j], scale_x ? scale_x[m * step_x] : 1.0f,
-                      scale_w ? scale_w[n * step_w] : 1.0f, bias ? bias[n] : 0.0f, relu);
+                      scale_w ? scale_w[n * step_w] : 1.0f, bias ? bias[n] : -0.0f, relu);  // x + -0 is x
         }
     }
 }
