@@ -16,4 +16,5 @@ def by_rows(x: torch.Tensor, function) -> torch.Tensor:
     """Apply a function of matrices to ``x (..., K)`` by flattening the leading dimensions."""
     if x.dim() == 2:
         return function(x)
-    return function(x.reshape(-1, x.shape[-1])).reshape(*x.shape[:-1], -1)
+    y = function(x.reshape(x.shape[:-1].numel(), x.shape[-1]))  # -1 would be ambiguous in an empty batch
+    return y.reshape(*x.shape[:-1], y.shape[-1])
