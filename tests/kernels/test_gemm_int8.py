@@ -1,0 +1,239 @@
+"""The int8 product: exact integers whatever the shape, and a float epilogue that CPU and GPU share to the bit."""
+
+import importlib
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from qsparse import kernels
+from qsparse.oracles.gemm_int8 import accumulator
+from qsparse.oracles.gemm_int8 import gemm_int8 as oracle
+
+MODULE = importlib.import_module("qsparse.kernels.gemm_int8")  # the package's attribute of that name is the function
+METHODS = ("torch._int_mm", "float32 slices")
+INT32_LAST = 131_071  # the longest K whose sums of -128 * -128 stay below 2^31
+
+
+@pytest.fixture(params=[*METHODS, pytest.param("cuda", marks=pytest.mark.gpu)])
+def device(request, monkeypatch) -> torch.device:
+    """The CPU counts twice: whatever this machine would choose, both of its methods are tested."""
+    if request.param == "cuda":
+        return torch.device("cuda", 0)
+    monkeypatch.setattr(MODULE, "cpu_method", lambda: request.param)
+    return torch.device("cpu")
+
+
+def exact(x, w, out_dtype):
+    return torch.from_numpy(accumulator(x.cpu().numpy(), w.cpu().numpy())).to(out_dtype)
+
+
+def test_cpu_method_is_one_of_two():
+    assert MODULE.cpu_method() in METHODS
+
+
+@pytest.mark.parametrize("k", [1, 2, 3, 15, 16, 17, 783, 784, 1022, 1023, 1024, 1025, 2048])
+def test_cases_3_and_24b_exact_for_every_k(device, k, integers, assert_same_bits):
+    x, w = integers(-128, 128, 17, k, device=device), integers(-128, 128, 10, k, device=device)
+    for out_dtype in (torch.int32, torch.int64):
+        assert_same_bits(kernels.gemm_int8(x, w, out_dtype=out_dtype), exact(x, w, out_dtype))
+
+
+@pytest.mark.parametrize("k", [INT32_LAST, INT32_LAST + 1, 133_144, 133_145, 140_000])
+def test_exact_beyond_int32(device, k, integers, assert_same_bits):
+    x, w = integers(-128, 128, 5, k, device=device), integers(-128, 128, 10, k, device=device)
+    x[0], w[0] = -128, -128
+    x[1], w[1] = 127, -127
+    y = kernels.gemm_int8(x, w, out_dtype=torch.int64)
+    assert y[0, 0] == k * 2**14
+    assert_same_bits(y, exact(x, w, torch.int64))
+    assert_same_bits(kernels.gemm_int8(x, w), torch.from_numpy(oracle(x.cpu().numpy(), w.cpu().numpy())))
+
+
+@pytest.mark.parametrize("k", [1, 15, 16, 17, 783, 2048, INT32_LAST, INT32_LAST + 1, 133_144, 133_145, 140_000])
+@pytest.mark.parametrize("sign", [1, -1])
+def test_case_4_all_entries_127(device, k, sign):
+    x = torch.full((2, k), 127, dtype=torch.int8, device=device)
+    w = torch.full((3, k), sign * 127, dtype=torch.int8, device=device)
+    out_dtype = torch.int32 if k <= INT32_LAST else torch.int64
+    assert (kernels.gemm_int8(x, w, out_dtype=out_dtype) == sign * 127 * 127 * k).all()
+
+
+def test_int32_is_refused_where_it_can_overflow(device):
+    x = torch.zeros((1, INT32_LAST + 1), dtype=torch.int8, device=device)
+    with pytest.raises(ValueError, match=r"^out_dtype int32 can overflow beyond K = 131071 \(K is 131072\)"):
+        kernels.gemm_int8(x, x, out_dtype=torch.int32)
+
+
+@pytest.mark.parametrize("m", [1, 8, 16, 17, 63, 65])
+@pytest.mark.parametrize("n", [1, 10, 64, 130])
+@pytest.mark.parametrize("k", [1, 64, 783])
+def test_cases_1_and_2_few_rows_and_few_outputs(device, m, n, k, integers, assert_same_bits):
+    x, w = integers(-128, 128, m, k, device=device), integers(-128, 128, n, k, device=device)
+    y = kernels.gemm_int8(x, w, out_dtype=torch.int32)
+    assert y.device == device
+    assert_same_bits(y, exact(x, w, torch.int32))
+
+
+@pytest.mark.parametrize("shape", [(0, 10, 784), (5, 0, 784), (5, 10, 0), (0, 0, 0), (0, 10, 0)], ids=str)
+@pytest.mark.parametrize("out_dtype", [torch.float32, torch.float16, torch.int32, torch.int64])
+def test_case_5_empty(device, shape, out_dtype, normal):
+    m, n, k = shape
+    x, w = (torch.ones(size, dtype=torch.int8, device=device) for size in ((m, k), (n, k)))
+    y = kernels.gemm_int8(x, w, out_dtype=out_dtype)
+    assert y.dtype == out_dtype
+    assert y.shape == (m, n)
+    assert (y == 0).all()
+    if out_dtype == torch.float32:
+        scale_x, scale_w, bias = (normal(size, device=device) for size in (m, n, n))
+        y = kernels.gemm_int8(x, w, scale_x, scale_w, bias)
+        assert torch.equal(y, bias.expand(m, n))
+
+
+# The CPU goes through M in slices of 1,024 rows.
+@pytest.mark.parametrize("shape", [(1, 10, 784), (17, 1, 33), (65, 67, 100), (1025, 10, 16), (2049, 3, 7)], ids=str)
+@pytest.mark.parametrize("relu", [False, True])
+@pytest.mark.parametrize("scales", ["none", "one", "rows", "all"])
+def test_scaled_output_has_the_oracle_s_bits(device, shape, relu, scales, normal, integers, assert_same_bits):
+    m, n, k = shape
+    x, w = integers(-128, 128, m, k, device=device), integers(-128, 128, n, k, device=device)
+    arguments = {
+        "none": (),
+        "one": (normal(1, device=device), normal(1, device=device)),
+        "rows": (normal(m, device=device), None, normal(n, device=device) * 100),
+        "all": (normal(m, device=device) / 7, normal(n, device=device) / 9, normal(n, device=device) * 100),
+    }[scales]
+    reference = oracle(*(a if a is None else a.cpu().numpy() for a in (x, w, *arguments)), relu=relu)
+    y = kernels.gemm_int8(x, w, *arguments, relu=relu)
+    assert y.is_contiguous()
+    assert_same_bits(y, reference)
+
+
+@pytest.mark.parametrize("out_dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("relu", [False, True])
+def test_half_outputs_are_the_float32_ones_rounded(device, out_dtype, relu, normal, integers, assert_same_bits):
+    x, w = integers(-128, 128, 40, 99, device=device), integers(-128, 128, 30, 99, device=device)
+    scaling = normal(40, device=device), normal(30, device=device), normal(30, device=device)
+    y = kernels.gemm_int8(x, w, *scaling, relu=relu, out_dtype=out_dtype)
+    assert y.isinf().any() == (out_dtype == torch.float16)
+    assert_same_bits(y, kernels.gemm_int8(x, w, *scaling, relu=relu).to(out_dtype))
+
+
+def test_relu_on_the_bare_accumulator(device, integers):
+    x, w = integers(-128, 128, 40, 9, device=device), integers(-128, 128, 30, 9, device=device)
+    for out_dtype in (torch.int32, torch.int64):
+        bare = kernels.gemm_int8(x, w, out_dtype=out_dtype)
+        assert (bare < 0).any()
+        assert torch.equal(kernels.gemm_int8(x, w, relu=True, out_dtype=out_dtype), bare.clamp(min=0))
+
+
+VIEWS = {
+    "transposed": lambda a: a.reshape(a.shape[1], a.shape[0]).t()[::2, ::2],
+    "every second row": lambda a: a[::2, : a.shape[1] // 2],
+    "off by one byte": lambda a: a[1 : 1 + a.shape[0] // 2, 1 : 1 + a.shape[1] // 2],
+    "flipped": lambda a: a.flip(0).flip(1)[: a.shape[0] // 2, : a.shape[1] // 2],
+    "one row for all": lambda a: a[:1, : a.shape[1] // 2].expand(a.shape[0] // 2, -1),
+    "one column for all": lambda a: a[: a.shape[0] // 2, :1].expand(-1, a.shape[1] // 2),
+    "one element for all": lambda a: a[:1, :1].expand(a.shape[0] // 2, a.shape[1] // 2),
+    "contiguous, at an odd address": lambda a: a.flatten()[1 : 1 + a.numel() // 4].view(a.shape[0] // 2, -1),
+}
+
+
+@pytest.mark.parametrize("view", VIEWS)
+@pytest.mark.parametrize("k", [1, 33, 64])
+def test_cases_12_and_24b_views(device, view, k, integers, assert_same_bits):
+    x, w = integers(-128, 128, 140, 2 * k, device=device), integers(-128, 128, 40, 2 * k, device=device)
+    for x_view in (x[:70, :k], VIEWS[view](x)):
+        for w_view in (w[:20, :k], VIEWS[view](w)):
+            y = kernels.gemm_int8(x_view, w_view, out_dtype=torch.int32)
+            assert_same_bits(y, exact(x_view, w_view, torch.int32))
+
+
+def test_case_24b_odd_strides_of_dimensions_of_size_one(device, integers, assert_same_bits):
+    storage = integers(-128, 128, 400, device=device)
+    for m, n, k in ((1, 1, 1), (6, 5, 1), (1, 5, 9), (6, 1, 9)):
+        x = storage.as_strided((m, k), (1 if m == 1 else k, 1 if k > 1 else 0))
+        w = storage.as_strided((n, k), (3 if n == 1 else k, 1 if k > 1 else 7), 200)
+        assert_same_bits(kernels.gemm_int8(x, w, out_dtype=torch.int32), exact(x, w, torch.int32))
+
+
+def test_strided_scales_and_bias(device, normal, integers, assert_same_bits):
+    x, w = integers(-128, 128, 6, 9, device=device), integers(-128, 128, 5, 9, device=device)
+    scale_x, scale_w = normal(12, device=device)[::2], normal(1, device=device).expand(5)
+    bias = normal(5, 2, device=device)[:, 1]
+    reference = oracle(*(a.cpu().numpy() for a in (x, w, scale_x, scale_w, bias)))
+    assert_same_bits(kernels.gemm_int8(x, w, scale_x, scale_w, bias), reference)
+
+
+def test_case_9_a_nan_scale_poisons_its_row_alone(device, integers):
+    x, w = integers(-128, 128, 6, 9, device=device), integers(-128, 128, 5, 9, device=device)
+    scale_x = torch.ones(6, device=device)
+    scale_x[2] = float("nan")
+    for relu in (False, True):
+        y = kernels.gemm_int8(x, w, scale_x, relu=relu)
+        assert y.isnan().all(1).tolist() == [False, False, True, False, False, False]
+        assert y.isnan().sum() == 5
+
+
+def test_case_6_an_all_zero_channel(device, normal):
+    weight = normal(4, 33, device=device)
+    weight[2] = 0
+    w, scale_w = kernels.quantize_rows(weight)
+    x, scale_x = kernels.quantize_rows(normal(3, 33, device=device))
+    y = kernels.gemm_int8(x, w, scale_x, scale_w)
+    assert (y[:, 2] == 0).all()
+    assert y.isfinite().all()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("k", [1, 16, 783, 784, 4096])
+def test_cpu_and_gpu_give_the_same_bits(method, k, normal, monkeypatch, assert_same_bits):
+    monkeypatch.setattr(MODULE, "cpu_method", lambda: method)
+    x, weight, bias = normal(100, k), normal(10, k) / 30, normal(10)
+    results = []
+    for device in ("cpu", "cuda"):
+        q, scale_x = kernels.quantize_rows(x.to(device))
+        w, scale_w = kernels.quantize_rows(weight.to(device))
+        assert q.is_cuda == (device == "cuda")
+        results.append(kernels.gemm_int8(q, w, scale_x, scale_w, bias.to(device), relu=k == 784))
+    assert_same_bits(results[1], results[0])
+
+
+@settings(max_examples=40, deadline=None, derandomize=True, database=None)
+@given(m=st.integers(0, 20), n=st.integers(0, 20), k=st.integers(0, 40), seed=st.integers(0, 99))
+def test_any_shape_on_the_cpu(m, n, k, seed):
+    generator = np.random.default_rng(seed)
+    x, w = (generator.integers(-128, 128, size, dtype=np.int8) for size in ((m, k), (n, k)))
+    expected = np.einsum("mk,nk->mn", x.astype(np.int64), w.astype(np.int64))
+    for accumulate in (MODULE._int_mm, MODULE._float_slices):
+        assert np.array_equal(accumulate(torch.from_numpy(x), torch.from_numpy(w)).numpy(), expected)
+    assert np.array_equal(kernels.gemm_int8(x, w, out_dtype=torch.int64), expected)
+
+
+def test_refuses_what_does_not_fit(device):
+    x = torch.zeros((4, 6), dtype=torch.int8, device=device)
+    w = torch.zeros((5, 6), dtype=torch.int8, device=device)
+    scale = torch.ones(5, device=device)
+    with pytest.raises(TypeError, match=r"^x must be int8, got uint8"):
+        kernels.gemm_int8(x.to(torch.uint8), w)
+    with pytest.raises(TypeError, match=r"^w must be int8, got float32"):
+        kernels.gemm_int8(x, w.float())
+    with pytest.raises(ValueError, match=r"^w must have shape \(any, 6\), got \(5, 4\)"):
+        kernels.gemm_int8(x, w[:, :4])
+    with pytest.raises(TypeError, match=r"^scale_w must be float32, got float16"):
+        kernels.gemm_int8(x, w, None, scale.half())
+    with pytest.raises(TypeError, match=r"^scale_x must be an? .*got float"):
+        kernels.gemm_int8(x, w, 0.5)
+    with pytest.raises(ValueError, match=r"^scale_x must have shape \(4,\), got \(5,\)"):
+        kernels.gemm_int8(x, w, scale)
+    with pytest.raises(ValueError, match=r"^scale_w must have shape \(5,\), got \(5, 1\)"):
+        kernels.gemm_int8(x, w, None, scale[:, None])
+    with pytest.raises(ValueError, match=r"^bias must have shape \(5,\), got \(1,\)"):
+        kernels.gemm_int8(x, w, bias=scale[:1])
+    with pytest.raises(TypeError, match=r"^out_dtype must be one of .*torch\.int64, got torch\.int8"):
+        kernels.gemm_int8(x, w, out_dtype=torch.int8)
+    with pytest.raises(ValueError, match=r"^bias has no meaning with out_dtype torch\.int32"):
+        kernels.gemm_int8(x, w, bias=scale, out_dtype=torch.int32)
