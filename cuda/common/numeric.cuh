@@ -14,6 +14,21 @@ template <> __device__ __forceinline__ __nv_bfloat16 from_float<__nv_bfloat16>(f
     return __float2bfloat16_rn(v);
 }
 
+// Two neighbouring values, for stores twice as wide.
+template <typename T> struct Pair;
+template <> struct Pair<float> { using type = float2; };
+template <> struct Pair<__half> { using type = __half2; };
+template <> struct Pair<__nv_bfloat16> { using type = __nv_bfloat162; };
+
+template <typename T> __device__ __forceinline__ typename Pair<T>::type pair_from(float low, float high);
+template <> __device__ __forceinline__ float2 pair_from<float>(float low, float high) { return {low, high}; }
+template <> __device__ __forceinline__ __half2 pair_from<__half>(float low, float high) {
+    return __floats2half2_rn(low, high);
+}
+template <> __device__ __forceinline__ __nv_bfloat162 pair_from<__nv_bfloat16>(float low, float high) {
+    return __floats2bfloat162_rn(low, high);
+}
+
 // Written with < so that NaN stays NaN, as in PyTorch.
 __device__ __forceinline__ float relu_of(float v) { return v < 0.0f ? 0.0f : v; }
 

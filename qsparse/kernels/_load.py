@@ -227,6 +227,39 @@ class _Function:
         return config
 
 
+@functools.lru_cache(maxsize=1024)
+def tensor_map(address: int, dtype, rows: int, columns: int, stride: int, box: tuple[int, int]) -> bytes:
+    """A TMA descriptor of a row-major matrix, 128-byte swizzled, for a ``__grid_constant__`` parameter (``128s``).
+
+    ``stride`` is the distance between rows in elements; ``box`` is (rows, columns) of one load or store, the columns
+    spanning 128 bytes at most. The address and the stride must be multiples of 16 bytes. What a load reads beyond the
+    matrix is zero.
+    """
+    from cuda.bindings import driver
+
+    kinds = driver.CUtensorMapDataType
+    kind = {
+        "float16": kinds.CU_TENSOR_MAP_DATA_TYPE_FLOAT16,
+        "bfloat16": kinds.CU_TENSOR_MAP_DATA_TYPE_BFLOAT16,
+    }[str(dtype).removeprefix("torch.")]
+    status, encoded = driver.cuTensorMapEncodeTiled(
+        kind,
+        2,
+        address,
+        [driver.cuuint64_t(columns), driver.cuuint64_t(rows)],
+        [driver.cuuint64_t(stride * dtype.itemsize)],
+        [driver.cuuint32_t(box[1]), driver.cuuint32_t(box[0])],
+        [driver.cuuint32_t(1), driver.cuuint32_t(1)],
+        driver.CUtensorMapInterleave.CU_TENSOR_MAP_INTERLEAVE_NONE,
+        driver.CUtensorMapSwizzle.CU_TENSOR_MAP_SWIZZLE_128B,
+        driver.CUtensorMapL2promotion.CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
+        driver.CUtensorMapFloatOOBfill.CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE,
+    )
+    if status:
+        raise RuntimeError(f"no tensor map for {rows} x {columns}, stride {stride}, box {box}: {status.name}")
+    return ctypes.string_at(encoded.getPtr(), 128)
+
+
 @functools.lru_cache(maxsize=None)
 def _function(device: int, name: str, instance: str, formats: str, shared: int) -> _Function:
     return _Function(device, name, instance, formats, shared)

@@ -1,0 +1,172 @@
+// Hopper's asynchronous machinery, one thin wrapper an instruction: mbarriers, the bulk tensor copy engine (TMA),
+// warpgroup matrix multiply (wgmma), clusters. Names follow the PTX ISA, sections "mbarrier", "cp.async.bulk.tensor",
+// "wgmma" and "barrier.cluster".
+#pragma once
+
+struct alignas(64) TensorMap {  // CUtensorMap, opaque: the host encodes it
+    char bytes[128];
+};
+
+__device__ __forceinline__ unsigned shared_address(const void* p) {
+    return static_cast<unsigned>(__cvta_generic_to_shared(p));
+}
+
+// --- mbarriers: `full` barriers count bytes that arrive, `empty` ones count consumers that have left ------------------
+
+__device__ __forceinline__ void mbarrier_init(unsigned long long* barrier, int count) {
+    asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(shared_address(barrier)), "r"(count));
+}
+
+// Makes the inits visible to the copy engine and to the other blocks of the cluster.
+__device__ __forceinline__ void mbarrier_init_fence() {
+    asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+}
+
+__device__ __forceinline__ void mbarrier_expect_bytes(unsigned long long* barrier, unsigned bytes) {
+    asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(shared_address(barrier)), "r"(bytes)
+                 : "memory");
+}
+
+__device__ __forceinline__ void mbarrier_arrive(unsigned long long* barrier) {
+    asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(shared_address(barrier)) : "memory");
+}
+
+// Arrive on the barrier at the same place in block `rank` of the cluster. No cluster-wide fence: what it orders are
+// reads by wgmma, already waited for, and a fence here costs a third of the kernel's speed.
+__device__ __forceinline__ void mbarrier_arrive_at(unsigned long long* barrier, unsigned rank) {
+    asm volatile(
+        "{\n"
+        ".reg .b32 remote;\n"
+        "mapa.shared::cluster.u32 remote, %0, %1;\n"
+        "mbarrier.arrive.shared::cluster.b64 _, [remote];\n"
+        "}" ::"r"(shared_address(barrier)),
+        "r"(rank)
+        : "memory");
+}
+
+// A barrier alternates between two phases; wait until the phase of this parity is over.
+__device__ __forceinline__ void mbarrier_wait(unsigned long long* barrier, unsigned parity) {
+    asm volatile(
+        "{\n"
+        ".reg .pred done;\n"
+        "again:\n"
+        "mbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1;\n"
+        "@!done bra again;\n"
+        "}" ::"r"(shared_address(barrier)),
+        "r"(parity)
+        : "memory");
+}
+
+// --- TMA ----------------------------------------------------------------------------------------------------------
+
+__device__ __forceinline__ void tma_prefetch(const TensorMap* map) {
+    asm volatile("prefetch.tensormap [%0];" ::"l"(map) : "memory");
+}
+
+// Load the box at (inner, outer) of a 2-D tensor; what lies outside it arrives as zeros and is counted as bytes.
+__device__ __forceinline__ void tma_load(void* to, const TensorMap* map, unsigned long long* barrier, int inner,
+                                         int outer) {
+    asm volatile(
+        "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%3, %4}], [%2];" ::"r"(
+            shared_address(to)),
+        "l"(map), "r"(shared_address(barrier)), "r"(inner), "r"(outer)
+        : "memory");
+}
+
+// The same box to the same place in every block of the cluster that `mask` names; each one's own barrier counts it.
+__device__ __forceinline__ void tma_load_multicast(void* to, const TensorMap* map, unsigned long long* barrier,
+                                                   int inner, int outer, unsigned short mask) {
+    asm volatile(
+        "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes.multicast::cluster"
+        " [%0], [%1, {%3, %4}], [%2], %5;" ::"r"(shared_address(to)),
+        "l"(map), "r"(shared_address(barrier)), "r"(inner), "r"(outer), "h"(mask)
+        : "memory");
+}
+
+__device__ __forceinline__ void tma_store(const TensorMap* map, const void* from, int inner, int outer) {
+    asm volatile("cp.async.bulk.tensor.2d.global.shared::cta.bulk_group [%0, {%2, %3}], [%1];" ::"l"(map),
+                 "r"(shared_address(from)), "r"(inner), "r"(outer)
+                 : "memory");
+}
+
+__device__ __forceinline__ void tma_store_commit() { asm volatile("cp.async.bulk.commit_group;" ::: "memory"); }
+
+// Wait until the copy engine has read all but the LEFT newest groups, so that their shared memory may be written again.
+template <int LEFT> __device__ __forceinline__ void tma_store_wait_read() {
+    asm volatile("cp.async.bulk.wait_group.read %0;" ::"n"(LEFT) : "memory");
+}
+
+// Ordinary stores to shared memory before this are seen by the copy engine and by wgmma after it.
+__device__ __forceinline__ void fence_proxy_async() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
+
+// --- clusters, warpgroups -----------------------------------------------------------------------------------------
+
+__device__ __forceinline__ unsigned cluster_rank() {
+    unsigned rank;
+    asm volatile("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));
+    return rank;
+}
+
+__device__ __forceinline__ void cluster_sync() {
+    asm volatile("barrier.cluster.arrive.release.aligned;\nbarrier.cluster.wait.acquire.aligned;" ::: "memory");
+}
+
+// Read a float from the same place in block `rank`'s shared memory.
+__device__ __forceinline__ float4 cluster_load(const float4* p, unsigned rank) {
+    float4 v;
+    asm volatile(
+        "{\n"
+        ".reg .b32 remote;\n"
+        "mapa.shared::cluster.u32 remote, %4, %5;\n"
+        "ld.shared::cluster.v4.f32 {%0, %1, %2, %3}, [remote];\n"
+        "}"
+        : "=f"(v.x), "=f"(v.y), "=f"(v.z), "=f"(v.w)
+        : "r"(shared_address(p)), "r"(rank)
+        : "memory");
+    return v;
+}
+
+template <int REGISTERS> __device__ __forceinline__ void give_registers() {
+    asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(REGISTERS));
+}
+template <int REGISTERS> __device__ __forceinline__ void take_registers() {
+    asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(REGISTERS));
+}
+
+// A barrier among the threads of one warpgroup; ids 1 and up are free (0 is __syncthreads).
+__device__ __forceinline__ void warpgroup_sync(int id) {
+    asm volatile("bar.sync %0, 128;" ::"r"(id) : "memory");
+}
+
+// The larger of two, NaN if either is: with -infinity as the bound this is no operation, with 0 it is ReLU.
+__device__ __forceinline__ float max_nan(float v, float bound) {
+    float result;
+    asm("max.NaN.f32 %0, %1, %2;" : "=f"(result) : "f"(v), "f"(bound));
+    return result;
+}
+
+// Four 8x8 matrices of 16-bit values from registers to shared memory; lane i gives the address of row i % 8 of
+// matrix i / 8.
+__device__ __forceinline__ void stmatrix_x4(void* to, unsigned a, unsigned b, unsigned c, unsigned d) {
+    asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(shared_address(to)), "r"(a),
+                 "r"(b), "r"(c), "r"(d)
+                 : "memory");
+}
+
+// --- wgmma --------------------------------------------------------------------------------------------------------
+
+// A matrix descriptor for 128-byte swizzled tiles, made of atoms of 8 rows x 128 bytes (1,024 bytes).
+//   K-major operand:  rows are M (or N); STRIDE is the distance between groups of 8 rows, 1,024.
+//   M/N-major:        rows are K, 64 elements of M (or N) wide; STRIDE is the distance between groups of 8 K, 1,024,
+//                     and `leading` the distance between neighbouring panels of 64 M (or N).
+__device__ __forceinline__ unsigned long long wgmma_descriptor(const void* tile, int leading) {
+    constexpr unsigned long long STRIDE = 1024, SWIZZLE_128B = 1;
+    return (static_cast<unsigned long long>(shared_address(tile)) & 0x3ffff) >> 4 |
+           static_cast<unsigned long long>(leading >> 4) << 16 | (STRIDE >> 4) << 32 | SWIZZLE_128B << 62;
+}
+
+__device__ __forceinline__ void wgmma_fence() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
+__device__ __forceinline__ void wgmma_commit() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
+template <int LEFT> __device__ __forceinline__ void wgmma_wait() {
+    asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(LEFT) : "memory");
+}
