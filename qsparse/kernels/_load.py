@@ -80,9 +80,9 @@ def source_text(name: str) -> str:
         for match in _INCLUDE.finditer(text):
             parts.append(text[last : match.start()])
             included = (path.parent / match[1]).resolve()
-            line = text.count("\n", 0, match.end()) + 2
+            following = text.count("\n", 0, match.end()) + 2
             if included not in seen:
-                parts.append(paste(included) + f'\n#line {line - 1} "{path.name}"')
+                parts.append(paste(included) + f'\n#line {following} "{path.name}"')
             last = match.end()
         parts.append(text[last:])
         return "".join(parts)
@@ -260,7 +260,7 @@ def tensor_map(address: int, dtype, rows: int, columns: int, stride: int, box: t
     return ctypes.string_at(encoded.getPtr(), 128)
 
 
-@functools.lru_cache(maxsize=None)
+@functools.cache
 def _function(device: int, name: str, instance: str, formats: str, shared: int) -> _Function:
     return _Function(device, name, instance, formats, shared)
 
