@@ -1,4 +1,4 @@
-"""Layers over ``qsparse.kernels``: modules that train (``Linear``) or that only infer (``QuantLinear``, ``SparseLinear``).
+"""Layers over ``qsparse.kernels``: ``Linear`` trains; ``QuantLinear`` and ``SparseLinear`` only infer.
 
 Every layer has ``in_features``, ``out_features``, ``activation`` (None or "relu"), ``describe()`` (what
 ``from_description`` needs to make an empty one) and ``kernel(device)`` (what a result row shows).

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import torch
-from torch.nn import functional as F
+from torch.nn import functional
 
 from qsparse import kernels
 from qsparse.nn._common import DTYPES, by_rows, check_activation
@@ -30,8 +30,8 @@ class Linear(torch.nn.Linear):
         relu = self.activation == "relu"
         if x.is_cuda:
             return by_rows(x, lambda rows: _LinearFunction.apply(rows, self.weight, self.bias, relu))
-        y = F.linear(x, self.weight, self.bias)
-        return F.relu(y) if relu else y
+        y = functional.linear(x, self.weight, self.bias)
+        return functional.relu(y) if relu else y
 
     def kernel(self, device) -> str:
         return f"gemm:{kernels.gemm.tier(device)}"
