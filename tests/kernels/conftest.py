@@ -17,9 +17,10 @@ class Tolerance:
     worst: float
 
 
-# Outputs are rounded once to their dtype (half an ulp: 6e-8, 4.9e-4, 3.9e-3); the rest is the sum in float32.
+# Outputs are rounded once to their dtype (half an ulp: 6e-8, 4.9e-4, 3.9e-3). The rest is the sum in float32: of K
+# random terms one after the other it is off by about 2.5e-8 * sqrt(K).
 TOLERANCES = {
-    torch.float32: Tolerance(norm=1e-6, worst=4e-6),
+    torch.float32: Tolerance(norm=2e-6, worst=1e-5),
     torch.float16: Tolerance(norm=5e-4, worst=1e-3),
     torch.bfloat16: Tolerance(norm=4e-3, worst=8e-3),
 }

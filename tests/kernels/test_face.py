@@ -1,0 +1,386 @@
+"""What all faces promise: three array libraries, the caller's stream, nothing copied, and sentences for mistakes."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from qsparse import kernels
+from qsparse.kernels._face import face, rows
+
+M, N, K = 70, 66, 40
+
+
+def _csr(device):
+    offsets = torch.arange(0, 3 * N + 1, 3, dtype=torch.int32, device=device)
+    return torch.arange(3 * N, dtype=torch.int32, device=device) % K, offsets
+
+
+def _calls(normal, integers, device) -> dict[str, tuple[tuple, dict]]:
+    """Arguments of one call of each face: arrays by position, the rest by name."""
+
+    def draw(*shape):
+        return normal(*shape, device=device)
+
+    def draw_int8(*shape):
+        return integers(-128, 128, *shape, device=device)
+
+    labels = integers(0, N, M, dtype=torch.int64, device=device)
+    rows_of_w, cols = (integers(0, size, 300, dtype=torch.int32, device=device) for size in (N, K))
+    return {
+        "bias_relu_grad": ((draw(M, N), draw(M, N)), {}),
+        "gemm": ((draw(M, K), draw(N, K), draw(N)), {"relu": True}),
+        "gemm_int8": ((draw_int8(M, K), draw_int8(N, K), draw(M), draw(N), draw(N)), {}),
+        "quantize_rows": ((draw(M, K),), {}),
+        "sgd": ((draw(M, K), draw(M, K), draw(M, K)), {"lr": 0.1, "momentum": 0.9, "mask": draw(M, K) > 0}),
+        "softmax_cross_entropy": ((draw(M, N), labels), {}),
+        "spmm_coo": ((draw(M, K), draw(300), rows_of_w, cols, draw(N)), {"shape": (N, K)}),
+        "spmm_csr": ((draw(M, K), draw(3 * N), *_csr(device), draw(N)), {"shape": (N, K)}),
+    }
+
+
+@pytest.fixture(params=kernels.FACES)
+def name(request) -> str:
+    return request.param
+
+
+@pytest.fixture
+def call(name, normal, integers, device):
+    """A face, its arguments and its options, on the device."""
+    return getattr(kernels, name), *_calls(normal, integers, device)[name]
+
+
+def convert(value, to):
+    return to(value) if isinstance(value, torch.Tensor) else value
+
+
+def run(function, args, options, to) -> list[torch.Tensor]:
+    """Call with every array passed through ``to``; the outputs, or the arguments where they are changed in place."""
+    args = tuple(convert(value, to) for value in args)
+    result = function(*args, **{key: convert(value, to) for key, value in options.items()})
+    outputs = (args[0], args[2]) if function is kernels.sgd else result
+    return list(outputs) if isinstance(outputs, tuple) else [outputs]
+
+
+def expected(function, args, options) -> list[torch.Tensor]:
+    return [output.cpu() for output in run(function, args, options, torch.clone)]
+
+
+@pytest.fixture
+def assert_equal(assert_close, assert_same_bits):
+    """Integers to the bit; floats within their tolerance, since another layout may add in another order."""
+
+    def check(output, reference: torch.Tensor) -> None:
+        output = torch.as_tensor(output)
+        assert output.dtype == reference.dtype
+        if output.is_floating_point():
+            assert_close(output, reference.double().numpy())
+        else:
+            assert_same_bits(output, reference)
+
+    return check
+
+
+# --- NumPy ----------------------------------------------------------------------------------------------------------
+
+
+def _negative_strides(tensor):
+    array = tensor.numpy()
+    return np.flip(np.flip(array).copy())
+
+
+def _read_only(tensor):
+    array = tensor.numpy().copy()
+    array.flags.writeable = False
+    return array
+
+
+NUMPY_LAYOUTS = {
+    "plain": lambda tensor: tensor.numpy().copy(),
+    "Fortran order": lambda tensor: np.asfortranarray(tensor.numpy()),
+    "negative strides": _negative_strides,
+    "read-only": _read_only,
+    "big-endian": lambda tensor: tensor.numpy().astype(tensor.numpy().dtype.newbyteorder(">")),
+}
+
+
+@pytest.mark.parametrize("device", ["cpu"])
+@pytest.mark.parametrize("layout", NUMPY_LAYOUTS)
+def test_numpy_in_numpy_out(call, layout, assert_equal):
+    function, args, options = call
+    reference = expected(*call)
+    if function is kernels.sgd and layout != "plain":
+        written = NUMPY_LAYOUTS["plain"](args[0]), NUMPY_LAYOUTS[layout](args[1]), NUMPY_LAYOUTS["plain"](args[2])
+        mask = NUMPY_LAYOUTS[layout](options["mask"])
+        function(*written, **{**options, "mask": mask})
+        outputs = [written[0], written[2]]
+    else:
+        outputs = run(*call, NUMPY_LAYOUTS[layout])
+    assert len(outputs) == len(reference)
+    for output, tensor in zip(outputs, reference, strict=True):
+        assert type(output) is np.ndarray
+        assert_equal(output, tensor)
+
+
+@pytest.mark.parametrize("layout", ["Fortran order", "negative strides", "read-only", "big-endian"])
+@pytest.mark.parametrize("which", ["param", "momentum_buffer"])
+def test_numpy_arrays_changed_in_place_must_allow_it(layout, which, normal):
+    arrays = {name: normal(4, 5).numpy() for name in ("param", "grad", "momentum_buffer")}
+    arrays[which] = NUMPY_LAYOUTS[layout](torch.from_numpy(arrays[which]))
+    before = arrays[which].copy()
+    with pytest.raises(ValueError, match=rf"^{which} is changed in place and must be contiguous, writable"):
+        kernels.sgd(**arrays, lr=0.1, momentum=0.9)
+    assert np.array_equal(arrays[which], before)
+
+
+@face({})
+def _identity(x):
+    return x
+
+
+def test_numpy_is_not_copied():
+    for array in (np.ones((3, 4), np.float32), np.ones((3, 8), np.float32)[:, ::2], np.ones((4, 3), np.int8).T):
+        assert np.shares_memory(_identity(array), array)
+        assert np.shares_memory(_identity(x=array), array)
+    assert _identity(3) == 3
+
+
+# --- CuPy -----------------------------------------------------------------------------------------------------------
+
+
+def _to_cupy(tensor):
+    import cupy
+
+    return cupy.from_dlpack(tensor.contiguous()).copy()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("device", ["cuda:0"])
+@pytest.mark.parametrize("non_blocking", [None, False, True], ids=["default stream", "stream", "non-blocking stream"])
+def test_cupy_in_cupy_out_on_its_current_stream(call, non_blocking, assert_same_bits):
+    import cupy
+
+    reference = expected(*call)
+    run(*call, torch.clone)  # compile now, so that what follows is launched while the stream is still busy
+    torch.cuda.synchronize()
+    stream = cupy.cuda.Stream.null if non_blocking is None else cupy.cuda.Stream(non_blocking=non_blocking)
+    with stream:
+        spin(stream)
+
+        def late(tensor):
+            """The array's values arrive on the stream only after the spinning."""
+            array = cupy.zeros(tensor.shape, _to_cupy(tensor).dtype)
+            array[...] = _to_cupy(tensor)
+            return array
+
+        outputs = run(*call, late)
+    stream.synchronize()
+    assert len(outputs) == len(reference)
+    for output, tensor in zip(outputs, reference, strict=True):
+        assert type(output) is cupy.ndarray
+        assert_same_bits(cupy.asnumpy(output), tensor)
+
+
+def spin(stream) -> None:
+    """Keep a CuPy stream busy for some milliseconds."""
+    torch_stream = torch.cuda.ExternalStream(stream.ptr) if stream.ptr else torch.cuda.default_stream()
+    with torch.cuda.stream(torch_stream):
+        torch.cuda._sleep(20_000_000)
+
+
+@pytest.mark.gpu
+def test_cupy_is_not_copied_and_its_stream_is_used():
+    import cupy
+
+    seen = []
+
+    @face({})
+    def spy(x):
+        seen.append(torch.cuda.current_stream().cuda_stream)
+        return x
+
+    for stream in (cupy.cuda.Stream.null, cupy.cuda.Stream(), cupy.cuda.Stream(non_blocking=True)):
+        with stream:
+            for array in (cupy.ones((3, 4), "float32"), cupy.ones((3, 8), "int8")[:, ::2], cupy.ones((4, 3), "f2").T):
+                out = spy(array)
+                assert out.data.ptr == array.data.ptr
+                assert out.strides == array.strides
+                assert seen.pop() == stream.ptr
+            stream.synchronize()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("device", ["cuda:0"])
+def test_cupy_negative_strides_and_fortran_order(call, assert_equal):
+    import cupy
+
+    function, _, _ = call
+    reference = expected(*call)
+    for layout in (lambda a: cupy.flip(cupy.flip(a).copy()), cupy.asfortranarray):
+        if function is kernels.sgd:
+            with pytest.raises(ValueError, match=r"^param is changed in place and must be contiguous"):
+                run(*call, lambda tensor, layout=layout: layout(_to_cupy(tensor)))
+            continue
+        outputs = run(*call, lambda tensor, layout=layout: layout(_to_cupy(tensor)))
+        for output, tensor in zip(outputs, reference, strict=True):
+            assert_equal(cupy.asnumpy(output), tensor)
+
+
+# --- PyTorch --------------------------------------------------------------------------------------------------------
+
+
+def test_torch_in_torch_out(call, device):
+    for output in run(*call, torch.clone):
+        assert type(output) is torch.Tensor
+        assert output.device == torch.device(device)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("device", ["cuda:0"])
+def test_torch_s_current_stream(call, assert_same_bits):
+    reference = expected(*call)
+    torch.cuda.synchronize()
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        torch.cuda._sleep(20_000_000)
+        outputs = run(*call, torch.clone)  # the clones are made on the stream too, after the spinning
+    stream.synchronize()
+    for output, tensor in zip(outputs, reference, strict=True):
+        assert_same_bits(output, tensor)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("device", ["cuda:0"])
+def test_inside_a_cuda_graph(call, assert_same_bits):
+    function, args, options = call
+    reference = expected(*call)
+    if "shape" in options:
+        options["check"] = False  # looking at the indices waits for the device, which a capture forbids
+    if function is kernels.spmm_coo:
+        order = torch.sort(args[2], stable=True).indices
+        args = (args[0], *(array[order] for array in args[1:4]), *args[4:])
+        options["ordered"] = True
+    run(function, args, options, torch.clone)  # compile outside the capture
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        outputs = run(function, args, options, torch.clone)
+    for _ in range(2):
+        for output in outputs:
+            output.zero_()
+        graph.replay()
+        torch.cuda.synchronize()
+        for output, tensor in zip(outputs, reference, strict=True):
+            assert_same_bits(output, tensor)
+
+
+def test_parameters_that_require_grad_are_taken_as_they_are(device, normal):
+    weight = torch.nn.Parameter(normal(5, 6, device=device))
+    y = kernels.gemm(normal(4, 6, device=device), weight)
+    assert not y.requires_grad  # qsparse.nn makes the graph
+
+
+# --- mistakes -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("device", ["cpu"])
+def test_array_libraries_are_not_mixed(call, name):
+    function, args, options = call
+    if len(args) == 1:
+        pytest.skip(f"{name} takes one array")
+    with pytest.raises(TypeError, match=r"must be an array, of the same library as the others, got numpy\.ndarray"):
+        function(args[0], args[1].numpy(), *args[2:], **options)
+    with pytest.raises(TypeError, match=r"arrays of one library are needed in one call, got numpy\.ndarray, torch\."):
+        function(args[0].numpy(), *args[1:], **options)
+
+
+@pytest.mark.parametrize("device", ["cpu"])
+def test_another_device_is_named(call, name):
+    """The meta device stands for any other: it needs no hardware."""
+    function, args, options = call
+    for at in range(1, len(args)):
+        changed = [value.to("meta") if i == at else value for i, value in enumerate(args)]
+        with pytest.raises(
+            ValueError, match=r"^\w+ (is on meta, but|must be on the CPU or on a CUDA device, got meta)"
+        ):
+            function(*changed, **options)
+    with pytest.raises(ValueError, match=r"^\w+ must be on the CPU or on a CUDA device, got meta"):
+        function(args[0].to("meta"), *args[1:], **options)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("device", ["cuda:0"])
+def test_cpu_and_cuda_are_not_mixed(call):
+    function, args, options = call
+    for at in range(1, len(args)):
+        changed = [value.cpu() if i == at else value for i, value in enumerate(args)]
+        with pytest.raises(ValueError, match=r"^\w+ is on cpu, but the first argument is on cuda:0"):
+            function(*changed, **options)
+
+
+# --- what the faces are built of ------------------------------------------------------------------------------------
+
+
+def test_tier(name):
+    assert getattr(kernels, name).tier("cpu") == "cpu"
+    assert getattr(kernels, name).tier(torch.device("cpu")) == "cpu"
+
+
+@pytest.mark.parametrize(
+    ("sources", "capability", "tier"),
+    [
+        (("a.cu",), (9, 0), "simt"),
+        (("a_simt.cu", "a_sm80.cu"), (7, 5), "simt"),
+        (("a_simt.cu", "a_sm80.cu"), (8, 6), "sm80"),
+        (("a_simt.cu", "a_sm80.cu", "a_sm90.cu"), (9, 0), "sm90"),
+        (("a_simt.cu", "a_sm80.cu", "a_sm90.cu"), (12, 0), "sm80"),
+        (("a_simt.cu", "a_sm90.cu"), (10, 0), "simt"),
+        (("a_simt.cu", "a_sm90.cu"), (8, 9), "simt"),
+    ],
+)
+def test_tier_by_compute_capability(sources, capability, tier, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    assert face(dict.fromkeys(sources, ()))(lambda x: x).tier("cuda:0") == tier
+
+
+def test_rows_copies_only_what_is_not_row_major(normal):
+    a = normal(4, 6)
+    for plain in (a, a[1:3], a[:1], normal(0, 5), normal(5, 0), normal(3)):
+        assert rows(plain) is plain
+    for view in (a.t(), a[:, 1:], a[::2], a[:, :1], a[:1].expand(3, 6), a.as_strided((1, 6), (3, 1))):
+        copy = rows(view)
+        assert torch.equal(copy, view)
+        assert copy.stride() == (max(view.shape[1], 1), 1)
+
+
+# --- the yardstick --------------------------------------------------------------------------------------------------
+
+
+def test_outputs_are_poisoned(device):
+    assert torch.empty(9, device=device).isnan().all()
+    assert torch.empty_like(torch.ones(3, dtype=torch.bfloat16, device=device)).isnan().all()
+    assert (torch.empty(9, dtype=torch.int8, device=device) == 127).all()
+    assert (torch.empty(9, dtype=torch.int64, device=device) == 2**63 - 1).all()
+
+
+def test_assert_close_can_fail(assert_close):
+    ones = torch.ones(1000)
+    assert_close(ones, np.ones(1000))
+    for wrong in (ones * 1.00001, torch.where(torch.arange(1000) == 5, 1.00002, ones)):
+        with pytest.raises(AssertionError):
+            assert_close(wrong, np.ones(1000))
+    for out, reference in ((torch.nan, 1), (1, np.nan), (torch.nan, np.nan), (torch.inf, 1), (torch.inf, np.inf)):
+        with pytest.raises(AssertionError), np.errstate(invalid="ignore"):
+            assert_close(ones * out, np.full(1000, reference, np.float64))
+    with pytest.raises(AssertionError):
+        assert_close(ones, np.ones((1000, 1)))
+
+
+def test_assert_same_bits_can_fail(assert_same_bits):
+    nan = torch.tensor([0.0, torch.nan])
+    assert_same_bits(nan, -nan.neg())
+    assert_same_bits(nan, np.array([0, np.nan], np.float32))
+    for other in (torch.tensor([-0.0, torch.nan]), torch.tensor([0.0, 1.0]), nan.double(), nan[:1]):
+        with pytest.raises(AssertionError):
+            assert_same_bits(nan, other)

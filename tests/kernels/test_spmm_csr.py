@@ -1,0 +1,211 @@
+"""CSR weights times activations, against the oracle and SciPy."""
+
+import numpy as np
+import pytest
+import scipy.sparse
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from qsparse import kernels
+from qsparse.oracles.spmm_csr import spmm_csr as oracle
+
+DTYPES = [torch.float32, torch.float16, torch.bfloat16]
+NAN, INF = float("nan"), float("inf")
+BATCHES = [0, 1, 8, 9, 32, 33, 100]  # up to 8 rows a warp owns one output; beyond, tiles of 32 x 32
+
+
+def to_csr(w: torch.Tensor, device) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Values, column indices and row offsets of a dense matrix."""
+    csr = scipy.sparse.csr_array(w.double().numpy())
+    indices = (torch.from_numpy(array.astype(np.int32)).to(device) for array in (csr.indices, csr.indptr))
+    return torch.from_numpy(csr.data).to(device, w.dtype), *indices
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("m", BATCHES)
+@pytest.mark.parametrize("density", [0.0, 0.1, 1.0])
+@pytest.mark.parametrize("size", [(1, 1), (5, 7), (32, 33), (65, 100), (10, 784)], ids=str)
+def test_case_16_matches_the_oracle(device, dtype, m, density, size, normal, sparse, to_numpy, assert_close):
+    n, k = size
+    w = sparse(n, k, density, dtype)
+    csr, x = to_csr(w, device), normal(m, k, dtype=dtype, device=device)
+    y = kernels.spmm_csr(x, *csr, shape=size)
+    assert y.dtype == dtype
+    assert y.device == device
+    assert y.is_contiguous()
+    assert_close(y, oracle(to_numpy(x), *to_numpy(csr), shape=size))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("m", [3, 300])
+def test_matches_scipy_with_bias_and_relu(device, dtype, m, normal, sparse, to_numpy, assert_close):
+    w = sparse(257, 519, 0.1, dtype)
+    csr, x, bias = (
+        to_csr(w, device),
+        normal(m, 519, dtype=dtype, device=device),
+        normal(257, dtype=dtype, device=device),
+    )
+    reference = (scipy.sparse.csr_array(to_numpy(w)) @ to_numpy(x).T).T + to_numpy(bias)
+    assert_close(kernels.spmm_csr(x, *csr, bias, shape=w.shape), reference)
+    assert_close(kernels.spmm_csr(x, *csr, bias, shape=w.shape, relu=True), reference.clip(min=0))
+
+
+@pytest.mark.parametrize("m", BATCHES)
+@pytest.mark.parametrize("size", [(0, 5), (5, 0), (0, 0), (5, 7)], ids=str)
+def test_case_13_nothing_stored(device, m, size, normal):
+    n, k = size
+    x, bias = normal(m, k, device=device), normal(n, device=device)
+    csr = to_csr(torch.zeros(0, 1), device)[:2] + (torch.zeros(n + 1, dtype=torch.int32, device=device),)
+    assert torch.equal(kernels.spmm_csr(x, *csr, shape=size), torch.zeros(m, n, device=device))
+    assert torch.equal(kernels.spmm_csr(x, *csr, bias, shape=size), bias.expand(m, n))
+    assert torch.equal(kernels.spmm_csr(x, *csr, bias, shape=size, relu=True), bias.relu().expand(m, n))
+
+
+@pytest.mark.parametrize("m", [1, 40])
+def test_one_dense_row_among_ten_thousand_empty_ones(device, m, normal, to_numpy, assert_close):
+    w = torch.zeros(10_001, 300)
+    w[7000] = normal(300).abs()
+    x = normal(m, 300, device=device).abs()  # nothing cancels in the only output
+    y = kernels.spmm_csr(x, *to_csr(w, device), shape=w.shape)
+    assert_close(y[:, 7000], to_numpy(x) @ to_numpy(w[7000]))
+    y[:, 7000] = 0
+    assert (y == 0).all()
+
+
+@pytest.mark.parametrize("m", [1, 40])
+def test_a_single_column(device, m, normal, sparse, to_numpy, assert_close):
+    for w in (sparse(500, 1, 0.3), normal(1, 500).t()):
+        x = normal(m, 1, device=device)
+        assert_close(kernels.spmm_csr(x, *to_csr(w, device), shape=w.shape), to_numpy(x) @ to_numpy(w).T)
+
+
+@pytest.mark.parametrize("m", [2, 20])
+def test_unsorted_columns_and_duplicates_are_summed(device, m, normal, to_numpy, assert_close):
+    col_indices = torch.tensor([5, 0, 5, 5, 3, 3, 1], dtype=torch.int32, device=device)
+    row_offsets = torch.tensor([0, 4, 4, 7], dtype=torch.int32, device=device)
+    csr, x = (normal(7, device=device), col_indices, row_offsets), normal(m, 6, device=device)
+    assert_close(kernels.spmm_csr(x, *csr, shape=(3, 6)), oracle(to_numpy(x), *to_numpy(csr), shape=(3, 6)))
+
+
+@pytest.mark.parametrize("m", [2, 20])
+@pytest.mark.parametrize("value", [NAN, INF, -INF])
+def test_case_9_what_is_not_finite_meets_stored_entries_only(device, m, value, sparse, normal):
+    w = sparse(50, 40, 0.3)
+    csr, x = to_csr(w, device), normal(m, 40, device=device)
+    clean = kernels.spmm_csr(x, *csr, shape=w.shape)
+    x[1, 5] = value
+    y = kernels.spmm_csr(x, *csr, shape=w.shape)
+    touched = torch.zeros(m, 50, dtype=torch.bool)
+    touched[1] = w[:, 5] != 0
+    assert torch.equal(y.isfinite().cpu(), ~touched)
+    assert torch.equal(y.cpu()[~touched], clean.cpu()[~touched])
+
+
+@pytest.mark.parametrize("m", [2, 20])
+def test_a_stored_zero_is_multiplied(device, m):
+    """What is stored counts, also a zero: 0 * NaN is NaN. A NaN among the values reaches its row of W alone."""
+    csr = to_csr(torch.tensor([[1.0, 1.0], [1.0, 1.0]]), device)
+    csr[0][:] = torch.tensor([0.0, 2.0, NAN, 1.0])
+    y = kernels.spmm_csr(torch.ones(m, 2, device=device), *csr, shape=(2, 2), relu=True)
+    assert (y[:, 0] == 2).all()
+    assert y[:, 1].isnan().all()
+    x = torch.tensor([NAN, 1.0], device=device).expand(m, 2)
+    assert kernels.spmm_csr(x, *csr, shape=(2, 2)).isnan().all()
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_case_12_views(device, dtype, normal, sparse, to_numpy, assert_close):
+    w = sparse(20, 31, 0.3, dtype)
+    values, col_indices, row_offsets = to_csr(w, device)
+    wide = normal(62, 62, dtype=dtype, device=device)
+    stretched = torch.stack((values, values), 1)[:, 0], torch.stack((col_indices, col_indices), 1)[:, 1], row_offsets
+    bias = normal(40, dtype=dtype, device=device)[::2]
+    for m in (4, 31):
+        for x in (
+            wide[:m, :31],
+            wide[:31, :m].t(),
+            wide[: 2 * m : 2, ::2],
+            wide.flip(1)[:m, :31],
+            wide[:1, :31].expand(m, -1),
+            wide[:m, :1].expand(-1, 31),
+        ):
+            reference = to_numpy(x) @ to_numpy(w).T + to_numpy(bias)
+            assert_close(kernels.spmm_csr(x, *stretched, bias, shape=w.shape), reference)
+
+
+def test_same_bits_every_run(device, normal, sparse):
+    csr = to_csr(sparse(60, 500, 0.5), device)
+    for m in (5, 50):
+        x = normal(m, 500, device=device)
+        first = kernels.spmm_csr(x, *csr, shape=(60, 500))
+        assert torch.equal(kernels.spmm_csr(x, *csr, shape=(60, 500)), first)
+
+
+def test_sums_are_held_in_float32(device):
+    """In float16 the running sum would stop at 2048, where 1 is below half an ulp."""
+    csr = to_csr(torch.ones(1, 4096, dtype=torch.float16), device)
+    for m in (1, 9):
+        x = torch.ones(m, 4096, dtype=torch.float16, device=device)
+        assert (kernels.spmm_csr(x, *csr, shape=(1, 4096)) == 4096).all()
+
+
+@settings(max_examples=30, deadline=None, derandomize=True, database=None)
+@given(
+    m=st.integers(0, 12), n=st.integers(0, 12), k=st.integers(0, 12), density=st.floats(0, 1), seed=st.integers(0, 99)
+)
+def test_any_shape_on_the_cpu(m, n, k, density, seed):
+    generator = np.random.default_rng(seed)
+    w = scipy.sparse.random_array((n, k), density=density, format="csr", rng=generator, dtype=np.float32)
+    x = generator.standard_normal((m, k)).astype(np.float32)
+    csr = w.data, w.indices.astype(np.int32), w.indptr.astype(np.int32)
+    y = kernels.spmm_csr(x, *csr, shape=(n, k))
+    assert y.shape == (m, n)
+    assert (np.abs(y - x.astype(np.float64) @ w.toarray().T) < 1e-5).all()
+
+
+@pytest.mark.parametrize("m", [0, 3])
+def test_case_15_bad_indices_are_named(device, m, normal):
+    x, values = normal(m, 4, device=device), normal(3, device=device)
+
+    def spmm(columns, offsets):
+        indices = (torch.tensor(a, dtype=torch.int32, device=device) for a in (columns, offsets))
+        return kernels.spmm_csr(x, values, *indices, shape=(2, 4))
+
+    spmm([3, 0, 1], [0, 2, 3])
+    with pytest.raises(ValueError, match=r"^col_indices\[1\] is 4, outside \[0, 4\)"):
+        spmm([0, 4, 9], [0, 2, 3])
+    with pytest.raises(ValueError, match=r"^col_indices\[2\] is -1, outside \[0, 4\)"):
+        spmm([0, 1, -1], [0, 2, 3])
+    with pytest.raises(ValueError, match=r"^row_offsets\[1\] is -1, below row_offsets\[0\]"):
+        spmm([0, 1, 2], [0, -1, 3])
+    with pytest.raises(ValueError, match=r"^row_offsets\[2\] is 3, below row_offsets\[1\]"):
+        spmm([0, 1, 2], [0, 4, 3])
+    with pytest.raises(ValueError, match=r"^row_offsets must go from 0 to nnz = 3, got 1 to 3"):
+        spmm([0, 1, 2], [1, 2, 3])
+    with pytest.raises(ValueError, match=r"^row_offsets must go from 0 to nnz = 3, got 0 to 2"):
+        spmm([0, 1, 2], [0, 2, 2])
+
+
+def test_refuses_what_does_not_fit(device, normal, sparse):
+    w = sparse(5, 6, 0.5)
+    values, col_indices, row_offsets = to_csr(w, device)
+    x = normal(4, 6, device=device)
+    with pytest.raises(TypeError, match=r"^x must be float32, float16, bfloat16, got float64"):
+        kernels.spmm_csr(x.double(), values, col_indices, row_offsets, shape=w.shape)
+    with pytest.raises(TypeError, match=r"^values must be float32, got float16"):
+        kernels.spmm_csr(x, values.half(), col_indices, row_offsets, shape=w.shape)
+    with pytest.raises(TypeError, match=r"^col_indices must be int32, got int64"):
+        kernels.spmm_csr(x, values, col_indices.long(), row_offsets, shape=w.shape)
+    with pytest.raises(TypeError, match=r"^row_offsets must be int32, got int64"):
+        kernels.spmm_csr(x, values, col_indices, row_offsets.long(), shape=w.shape)
+    with pytest.raises(ValueError, match=r"^col_indices must have shape"):
+        kernels.spmm_csr(x, values, col_indices[1:], row_offsets, shape=w.shape)
+    with pytest.raises(ValueError, match=r"^row_offsets must have shape \(6,\), got \(5,\)"):
+        kernels.spmm_csr(x, values, col_indices, row_offsets[1:], shape=w.shape)
+    with pytest.raises(ValueError, match=r"^shape must be \(N, 6\) to fit x, got \(5, 7\)"):
+        kernels.spmm_csr(x, values, col_indices, row_offsets, shape=(5, 7))
+    with pytest.raises(ValueError, match=r"^shape must be \(N, 6\) to fit x, got \(-1, 6\)"):
+        kernels.spmm_csr(x, values, col_indices, row_offsets, shape=(-1, 6))
+    with pytest.raises(ValueError, match=r"^bias must have shape \(5,\), got \(4,\)"):
+        kernels.spmm_csr(x, values, col_indices, row_offsets, x[:, 0], shape=w.shape)
