@@ -235,7 +235,7 @@ def load(path: str | Path, device: str | torch.device = "cpu") -> MLP:
         raise UserError(f"{file} is not a qsparse model: its header lacks the description of the layers")
     try:
         model = models.from_description(json.loads(header[_MODEL_KEY]))
-    except (ValueError, TypeError, KeyError, AttributeError) as error:
+    except (ValueError, TypeError, KeyError, AttributeError, RuntimeError) as error:
         raise UserError(f"{file} describes a model that this version of qsparse does not know: {error}") from error
     _load_state(model, tensors, file)
     return model.to(target).eval()
@@ -273,13 +273,18 @@ def _load_state(model: MLP, tensors: dict[str, torch.Tensor], file: Path) -> Non
     for name, want in expected.items():
         got = tensors[name]
         if got.shape != want.shape or got.dtype != want.dtype:
-            raise UserError(
-                f"{file}: {name} is {got.dtype} {tuple(got.shape)}, and its layer needs {want.dtype} {tuple(want.shape)}"
-            )
+            raise UserError(f"{file}: {name} is {_kind(got)}, and its layer needs {_kind(want)}")
         if got.is_floating_point() and not torch.isfinite(got).all():
             layer, _, tensor = name.rpartition(".")
             raise UserError(f"{file}: layer {layer} holds NaN or infinite values in its {tensor}; train it again")
-    model.load_state_dict(tensors, strict=True)
+    try:
+        model.load_state_dict(tensors, strict=True)
+    except ValueError as error:  # a sparse layer checks its indices
+        raise UserError(f"{file} holds a broken sparse layer: {error}") from error
+
+
+def _kind(tensor: torch.Tensor) -> str:
+    return f"{str(tensor.dtype).removeprefix('torch.')} {tuple(tensor.shape)}"
 
 
 # The checkpoint of a training
@@ -313,8 +318,12 @@ def load_checkpoint(run: Path, model: MLP) -> Checkpoint | None:
     if _CHECKPOINT_KEY not in header:
         raise UserError(f"{file} is not a qsparse checkpoint")
     _load_state(model, _under("model.", tensors), file)
-    device = next(model.parameters()).device
-    momentum = {name: tensor.to(device) for name, tensor in _under("momentum.", tensors).items()}
+    parameters = dict(model.named_parameters())
+    momentum = _under("momentum.", tensors)
+    for name, buffer in momentum.items():
+        if name not in parameters or buffer.shape != parameters[name].shape:
+            raise UserError(f"{file} holds a momentum buffer {name} that its model has no place for")
+        momentum[name] = buffer.to(parameters[name].device)
     return Checkpoint(momentum, json.loads(header[_CHECKPOINT_KEY])["metrics"])
 
 

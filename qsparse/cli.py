@@ -44,7 +44,7 @@ class _Group(TyperGroup):
 
 app = typer.Typer(
     cls=_Group,
-    help="Train, quantize and sparsify an MLP on MNIST; accuracy, time and memory are measured by the kernels that run.",
+    help="Train, quantize and sparsify an MLP on MNIST, with accuracy, time and memory measured by the kernels that run.",
     no_args_is_help=True,
     add_completion=False,
     rich_markup_mode=None,
@@ -52,19 +52,19 @@ app = typer.Typer(
 )
 
 
-class Device(str, enum.Enum):
+class Device(enum.StrEnum):
     auto = "auto"
     cpu = "cpu"
     cuda = "cuda"
 
 
-class Dtype(str, enum.Enum):
+class Dtype(enum.StrEnum):
     fp16 = "fp16"
     bf16 = "bf16"
     int8 = "int8"
 
 
-class Format(str, enum.Enum):
+class Format(enum.StrEnum):
     csr = "csr"
     coo = "coo"
 
@@ -82,7 +82,8 @@ def _version(asked: bool) -> None:
 
 
 RunArgument = Annotated[
-    Path | None, typer.Argument(metavar="[RUN]", show_default=False, help="The run directory; left out: the newest run.")
+    Path | None,
+    typer.Argument(metavar="[RUN]", show_default=False, help="The run directory; left out: the newest run."),
 ]
 DeviceOption = Annotated[
     Device, typer.Option(help="auto takes the GPU when there is one and CuPy is installed, else the CPU.")
@@ -143,7 +144,9 @@ def train(
     out: Annotated[
         Path | None,
         typer.Option(
-            metavar="DIR", show_default="the next number under runs/", help="The run directory (of --resume: the newest)."
+            metavar="DIR",
+            show_default="the next number under runs/",
+            help="The run directory (of --resume: the newest).",
         ),
     ] = None,
     force: Annotated[bool, typer.Option("--force", help="Replace the run that --out holds.")] = False,
@@ -205,7 +208,7 @@ def sparsify(
         int, typer.Option(min=0, help="Epochs of training after pruning, the pruned weights held at zero.")
     ] = 0,
     lr: Annotated[
-        float | None, typer.Option(show_default="0.05", help="First learning rate of the fine-tuning.")
+        float | None, typer.Option(show_default="the run's", help="First learning rate of the fine-tuning.")
     ] = None,
     device: DeviceOption = Device.auto,
     as_json: JsonOption = False,
@@ -221,7 +224,7 @@ def sparsify(
         density,
         format.value,
         finetune_epochs=finetune_epochs,
-        lr=compress.FINETUNE_LR if lr is None else lr,
+        lr=lr,
         device=device.value,
         console=_console(),
     )
@@ -307,5 +310,3 @@ def _print_json(value: dict[str, Any]) -> None:
 def main() -> None:
     """Run the command line: the entry point `qsparse`."""
     app()
-
-

@@ -13,6 +13,7 @@ from rich.console import Console
 from qsparse import checkpoint
 from qsparse.errors import UserError
 from qsparse.report import newest, png
+from qsparse.train.progress import say
 
 
 @dataclass(frozen=True)
@@ -45,8 +46,8 @@ def collect(
     for run in dict.fromkeys(named):
         # The row keeps the name that the run had when it was measured; what counts here is where it is now.
         found = [{**row, "run": str(run)} for row in checkpoint.read_rows(run)]
-        if not found and console is not None:
-            console.print(f"{run}: nothing was measured yet", markup=False, highlight=False, soft_wrap=True)
+        if not found:
+            say(console, f"{run}: nothing was measured yet")
         rows += found
     if not rows:
         raise UserError(

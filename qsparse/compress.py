@@ -22,11 +22,10 @@ from qsparse.quant import DTYPES, quantize
 from qsparse.sparse import FORMATS, EmptyLayerWarning, check_density, magnitude_masks, prunable_weights, sparsify
 from qsparse.train.config import TrainConfig
 from qsparse.train.fit import fit
-from qsparse.train.progress import Display
+from qsparse.train.progress import Display, say
 from qsparse.train.run import load_dataset, read_train_config
 
 BASELINE = "baseline"
-FINETUNE_LR = 0.05
 
 
 @dataclass(frozen=True)
@@ -64,7 +63,7 @@ def sparsify_run(
     format: str = "csr",
     *,
     finetune_epochs: int = 0,
-    lr: float = FINETUNE_LR,
+    lr: float | None = None,
     device: str = "auto",
     console: Console | None = None,
 ) -> Compressed:
@@ -73,8 +72,8 @@ def sparsify_run(
     rows to the run's rows.jsonl.
 
     run, device, console: as in `quantize_run`. finetune_epochs: epochs of training with the pruned weights held at
-    zero, before they are dropped; its learning rate decays linearly from `lr` to zero, all else is as the run was
-    trained.
+    zero, before they are dropped. Its learning rate decays linearly from `lr` (None: the run's own) to zero; all else
+    is as the run was trained.
     Raises UserError for a density outside (0, 1], an unknown format, and as `quantize_run`.
     """
     density = check_density(density)
@@ -82,14 +81,16 @@ def sparsify_run(
         raise UserError(f"unknown format {format!r}: choose one of {', '.join(FORMATS)}")
     if finetune_epochs < 0:
         raise UserError(f"--finetune-epochs is {finetune_epochs}: it must be at least 0")
-    dataclasses.replace(TrainConfig(), lr=lr)  # refuses a bad rate before anything is loaded
+    if lr is not None:
+        TrainConfig(lr=lr)  # refuses a bad rate before anything is loaded
     source = _open(run, device, console)
     masks = _masks(source, density)
     model = source.model
     details: dict[str, Any] = {"density_asked": density, "finetune_epochs": finetune_epochs}
     if finetune_epochs:
-        details["finetune_lr"] = lr
-        model = _finetune(source, masks, dataclasses.replace(source.config, epochs=finetune_epochs, lr=lr))
+        config = dataclasses.replace(source.config, epochs=finetune_epochs, lr=source.config.lr if lr is None else lr)
+        details["finetune_lr"] = config.lr
+        model = _finetune(source, masks, config)
     variant = f"{format}-{density}" + (f"-ft{finetune_epochs}" if finetune_epochs else "")
     return _save_and_measure(source, variant, sparsify(model, masks, format), details)
 
@@ -106,8 +107,7 @@ class _Source:
     console: Console | None
 
     def say(self, sentence: str) -> None:
-        if self.console is not None:
-            self.console.print(sentence, markup=False, highlight=False, soft_wrap=True)
+        say(self.console, sentence)
 
 
 def _open(run: str | Path | None, device: str, console: Console | None) -> _Source:
@@ -118,7 +118,7 @@ def _open(run: str | Path | None, device: str, console: Console | None) -> _Sour
     target = resolve_device(device)
     config = read_train_config(run)
     model = checkpoint.load(run, target)
-    dataset = load_dataset(run, None if console is None else lambda sentence: console.print(sentence, markup=False))
+    dataset = load_dataset(run, console)
     return _Source(run, config, model, dataset.to(target), target, console)
 
 

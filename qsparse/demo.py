@@ -10,6 +10,7 @@ from qsparse import report
 from qsparse.collect import collect
 from qsparse.compress import quantize_run, sparsify_run
 from qsparse.train.config import TrainConfig
+from qsparse.train.progress import say
 from qsparse.train.run import train
 
 DTYPE = "int8"
@@ -45,12 +46,10 @@ def demo(*, data: str, device: str, console: Console, tables: IO[str]) -> dict[s
     _step(console, "Report what was measured", f"qsparse report {run}")
     collected = collect([run], console=console)
     report.show(collected.rows, tables)
-    console.print(
+    say(
+        console,
         f"\nThe picture is {collected.picture}. In Python: qsparse.load('{quantized.directory}'). "
         "More options: qsparse train --help.",
-        markup=False,
-        highlight=False,
-        soft_wrap=True,
     )
     return {
         **collected.to_json(),
@@ -61,4 +60,4 @@ def demo(*, data: str, device: str, console: Console, tables: IO[str]) -> dict[s
 
 
 def _step(console: Console, what: str, command: str) -> None:
-    console.print(f"\n{what}:\n  $ {command}", style="bold", markup=False, highlight=False, soft_wrap=True)
+    say(console, f"\n{what}:\n  $ {command}", style="bold")

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from qsparse.errors import UserError
+
+_LARGEST = 3.4028234e38
+"""The largest float32: the kernels take rates in float32."""
 
 
 @dataclass(frozen=True)
@@ -43,13 +45,10 @@ class TrainConfig:
             _require(width >= 1, "hidden", width, "a width of at least 1")
         _require(self.epochs >= 1, "epochs", self.epochs, "at least 1")
         _require(self.batch_size >= 1, "batch_size", self.batch_size, "at least 1")
-        _require(math.isfinite(self.lr) and self.lr > 0, "lr", self.lr, "a finite number above 0")
+        _require(0 < self.lr <= _LARGEST, "lr", self.lr, "a finite float32 above 0")
         _require(0 <= self.momentum < 1, "momentum", self.momentum, "a number in [0, 1)")
         _require(
-            math.isfinite(self.weight_decay) and self.weight_decay >= 0,
-            "weight_decay",
-            self.weight_decay,
-            "a finite number of at least 0",
+            0 <= self.weight_decay <= _LARGEST, "weight_decay", self.weight_decay, "a finite float32, 0 or above"
         )
         _require(0 <= self.seed < 2**63, "seed", self.seed, "a whole number in [0, 2^63)")
         _require(self.validation is None or self.validation >= 0, "validation", self.validation, "at least 0")

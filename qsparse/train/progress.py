@@ -11,6 +11,12 @@ from rich.progress import Progress as Bar
 from qsparse.train.fit import EpochEnd, Progress
 
 
+def say(console: Console | None, sentence: str, style: str | None = None) -> None:
+    """Print a sentence on `console` as it is, when there is one: a path's [brackets] are not markup."""
+    if console is not None:
+        console.print(sentence, style=style, markup=False, highlight=False, soft_wrap=True)
+
+
 class Display:
     """A context that draws on `console` what `fit` reports to `progress` and `epoch_end`.
 
@@ -57,10 +63,9 @@ class Display:
         metrics = end.metrics[-1]
         validation = metrics["validation_accuracy"]
         held_out = "" if validation is None else f"  validation {validation:.2%}"
-        self._bar.console.print(
+        say(
+            self._bar.console,
             f"epoch {end.epoch}/{self._epochs}  loss {metrics['loss']:.4f}{held_out}"
             f"  test {metrics['test_accuracy']:.2%}  {metrics['images_per_second']:,.0f} images/s"
             f"  {metrics['seconds']:.1f} s",
-            markup=False,
-            highlight=False,
         )

@@ -5,8 +5,9 @@ from __future__ import annotations
 import dataclasses
 import datetime
 import hashlib
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,7 @@ from qsparse.errors import UserError
 from qsparse.models import MLP
 from qsparse.train.config import TrainConfig, option
 from qsparse.train.fit import EpochEnd, FitState, fit
-from qsparse.train.progress import Display
+from qsparse.train.progress import Display, say
 
 INPUTS = 784
 CLASSES = 10
@@ -61,7 +62,6 @@ def train(
     Raises UserError for an `out` that holds a run (without force) or cannot be written, a device or data that are not
     there, and a loss that is not finite; KeyboardInterrupt, saying what is saved, when interrupted.
     """
-    say = _say(console)
     replacing = out is not None and checkpoint.holds_run(Path(out))
     if replacing:
         if not force:
@@ -71,7 +71,7 @@ def train(
         checkpoint.require_own(Path(out))
     checkpoint.require_writable(checkpoint.RUNS if out is None else out)
     device = resolve_device(config.device)
-    dataset = data.load(config.data, config.validation, say)
+    dataset = data.load(config.data, config.validation, partial(say, console))
 
     run = checkpoint.new_run() if out is None else checkpoint.make_directory(out)
     if replacing:
@@ -90,7 +90,7 @@ def train(
         },
         model,
     )
-    say(f"{run}: {_title(config, dataset)}")
+    say(console, f"{run}: {_title(config, dataset)}")
     return _train(run, model.to(device), dataset.to(device), config, FitState(), console)
 
 
@@ -103,20 +103,19 @@ def resume(given: Mapping[str, Any], *, out: str | Path | None = None, console: 
     Raises UserError when there is no such run, when a setting contradicts the run's, or when the data are not those
     that it began with; KeyboardInterrupt as `train`.
     """
-    say = _say(console)
     run = checkpoint.find_run(out)
     config = read_train_config(run)
     _refuse_contradictions(run, config, given)
     if checkpoint.is_finished(run):
-        say(f"{run} is done: all {config.epochs} epochs are trained")
+        say(console, f"{run} is done: all {config.epochs} epochs are trained")
         return TrainedRun(run, checkpoint.read_config(run), checkpoint.read_metrics(run))
     checkpoint.require_writable(run)
     device = resolve_device(config.device)
-    dataset = load_dataset(run, say)
+    dataset = load_dataset(run, console)
     model = _new_model(config).to(device)
     saved = checkpoint.load_checkpoint(run, model)
     state = FitState() if saved is None else FitState(saved.momentum, saved.metrics)
-    say(f"{run}: {_title(config, dataset)}, going on after epoch {len(state.metrics)} of {config.epochs}")
+    say(console, f"{run}: {_title(config, dataset)}, going on after epoch {len(state.metrics)} of {config.epochs}")
     return _train(run, model, dataset.to(device), config, state, console)
 
 
@@ -163,13 +162,13 @@ def read_train_config(run: Path) -> TrainConfig:
         raise UserError(f"{run / checkpoint.CONFIG} does not hold the settings of a qsparse run: {error}") from error
 
 
-def load_dataset(run: Path, say: Callable[[str], None] | None = None) -> Dataset:
-    """Load the very data that `run` was trained with.
+def load_dataset(run: Path, console: Console | None = None) -> Dataset:
+    """Load the very data that `run` was trained with. console: where a fallback or a download is said aloud.
 
     Raises UserError when they are not to be had, or are other data by now: an accuracy on these would mean nothing.
     """
     config = read_train_config(run)
-    dataset = data.load(config.data, config.validation, say)
+    dataset = data.load(config.data, config.validation, partial(say, console))
     was, now = checkpoint.read_config(run).get("dataset"), identity(dataset)
     if not isinstance(was, dict) or was.get("digest") != now["digest"]:
         source = was.get("source") if isinstance(was, dict) else "unknown data"
@@ -181,7 +180,7 @@ def load_dataset(run: Path, say: Callable[[str], None] | None = None) -> Dataset
 
 
 def identity(dataset: Dataset) -> dict[str, Any]:
-    """Return a JSON-able dict that tells the data set: name, source, images in each split, and a digest of all of it."""
+    """Return a JSON-able dict that identifies the data: name, source, images in each split, a digest of them all."""
     digest = hashlib.blake2b(digest_size=16)
     for split in (dataset.train, dataset.validation, dataset.test):
         for tensor in (split.images, split.labels):
@@ -231,10 +230,3 @@ def _new_model(config: TrainConfig) -> MLP:
 def _title(config: TrainConfig, dataset: Dataset) -> str:
     sizes = "-".join(map(str, (INPUTS, *config.hidden, CLASSES)))
     return f"{sizes} on {len(dataset.train):,} images of {dataset.name} ({dataset.source}), {config.device}"
-
-
-def _say(console: Console | None) -> Callable[[str], None]:
-    """Return a function that prints a sentence on `console`, if there is one."""
-    if console is None:
-        return lambda sentence: None
-    return lambda sentence: console.print(sentence, markup=False, highlight=False, soft_wrap=True)

@@ -1,0 +1,275 @@
+"""Whole runs on the 5,000 digits: the directory, going on after an interruption, and what is refused."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from rich.console import Console
+
+from qsparse import checkpoint, data
+from qsparse.errors import UserError
+from qsparse.train.config import TrainConfig
+from qsparse.train.run import identity, load_dataset, resume, train
+
+ROOT = Path(__file__).resolve().parents[2]
+SMALL = TrainConfig(hidden=(32,), epochs=3, data="mnist-5k", device="cpu", momentum=0.5, weight_decay=1e-4)
+
+
+@pytest.fixture(autouse=True)
+def in_empty_directory(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory) -> dict[str, torch.Tensor]:
+    """The weights of SMALL, trained without an interruption."""
+    return checkpoint.load(train(SMALL, out=tmp_path_factory.mktemp("whole") / "run").run).state_dict()
+
+
+def assert_same_weights(run: Path, expected: dict[str, torch.Tensor]) -> None:
+    got = checkpoint.load(run).state_dict()
+    assert got.keys() == expected.keys()
+    assert all(torch.equal(got[name], tensor) for name, tensor in expected.items())
+
+
+def interrupt_at(monkeypatch, epoch: int, batch: int) -> None:
+    """Let Ctrl-C come before the given batch of the given epoch (both from 0), once."""
+    batches = data.batches
+
+    def interrupted(split, batch_size, *, seed, epoch: int, at=epoch):
+        for number, item in enumerate(batches(split, batch_size, seed=seed, epoch=epoch)):
+            if (epoch, number) == (at, batch):
+                monkeypatch.setattr(data, "batches", batches)
+                raise KeyboardInterrupt
+            yield item
+
+    monkeypatch.setattr(data, "batches", interrupted)
+
+
+def test_the_default_network_learns_the_5k_subset():
+    trained = train(TrainConfig(data="mnist-5k", device="cpu", epochs=8))
+    assert trained.run == Path("runs/1")
+    assert trained.metrics[-1]["test_accuracy"] >= 0.90
+    assert trained.metrics[-1]["validation_accuracy"] >= 0.90
+
+
+def test_a_run_directory_holds_weights_config_and_metrics():
+    trained = train(SMALL, out="somewhere/deep")
+    assert sorted(path.name for path in trained.run.iterdir()) == ["config.json", "metrics.json", "model.safetensors"]
+    config = json.loads((trained.run / "config.json").read_text())
+    assert config["train"] == {**SMALL.to_json(), "validation": 500}
+    assert config["dataset"]["name"] == "mnist-5k"
+    assert [config["dataset"][split] for split in ("train", "validation", "test")] == [3500, 500, 1000]
+    assert config["model"]["sizes"] == [784, 32, 10]
+    metrics = json.loads((trained.run / "metrics.json").read_text())
+    assert metrics["epochs"] == trained.metrics
+    assert metrics["test_accuracy"] == trained.metrics[-1]["test_accuracy"]
+    json.dumps(trained.to_json(), allow_nan=False)
+
+
+def test_runs_are_numbered():
+    one_epoch = TrainConfig(hidden=(), epochs=1, data="mnist-5k", device="cpu")
+    assert [train(one_epoch).run for _ in range(2)] == [Path("runs/1"), Path("runs/2")]
+
+
+@pytest.mark.parametrize(("epoch", "batch"), [(1, 0), (1, 20), (2, 54)])
+def test_an_interrupted_run_comes_out_bit_for_bit_the_same(monkeypatch, whole, epoch, batch):
+    interrupt_at(monkeypatch, epoch, batch)
+    with pytest.raises(KeyboardInterrupt, match=rf"epoch {epoch} of 3 is saved in runs/1; go on with .*--resume"):
+        train(SMALL)
+    with pytest.raises(UserError, match=rf"not done \({epoch} of 3 epochs\): finish it with `qsparse train --resume"):
+        checkpoint.load("runs/1")
+    assert len(checkpoint.read_metrics(Path("runs/1"))) == epoch
+    resumed = resume({}, out="runs/1")
+    assert [entry["epoch"] for entry in resumed.metrics] == [1, 2, 3]
+    assert_same_weights(Path("runs/1"), whole)
+    assert not (Path("runs/1") / "checkpoint.safetensors").exists()
+
+
+def test_interrupted_before_the_first_epoch_is_done(monkeypatch, whole):
+    interrupt_at(monkeypatch, 0, 5)
+    with pytest.raises(KeyboardInterrupt, match="no epoch was finished"):
+        train(SMALL)
+    with pytest.raises(UserError, match=r"not done \(0 of 3 epochs\)"):
+        checkpoint.load("runs/1")
+    resume({})
+    assert_same_weights(Path("runs/1"), whole)
+
+
+def test_interrupted_between_the_last_checkpoint_and_the_model(monkeypatch, whole):
+    def stopped(*_):
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(checkpoint, "write_weights", stopped)
+        with pytest.raises(KeyboardInterrupt, match="epoch 3 of 3 is saved"):
+            train(SMALL)
+    (Path("runs/1") / "metrics.json").unlink()  # it is written again from the checkpoint
+    assert len(resume({}).metrics) == 3
+    assert len(checkpoint.read_metrics("runs/1")) == 3
+    assert_same_weights(Path("runs/1"), whole)
+
+
+def test_a_killed_process_loses_the_running_epoch_only():
+    options = ["--hidden", "0", "--epochs", "60", "--batch-size", "64", "--momentum", "0.9", "--data", "mnist-5k"]
+    config = TrainConfig(hidden=(), epochs=60, batch_size=64, momentum=0.9, data="mnist-5k", device="cpu")
+    process = subprocess.Popen(
+        [sys.executable, "-m", "qsparse", "train", *options, "--device", "cpu", "--out", "killed"],
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+    )
+    killed = Path("killed")
+    deadline = time.monotonic() + 60
+    while not (killed / "checkpoint.safetensors").exists() and time.monotonic() < deadline:
+        time.sleep(0.002)
+    process.send_signal(signal.SIGKILL)
+    process.wait()
+    assert not checkpoint.is_finished(killed)
+    assert 1 <= len(resume({}, out=killed).metrics) == 60
+    assert_same_weights(killed, checkpoint.load(train(config, out="whole").run).state_dict())
+
+
+def test_resuming_a_finished_run_changes_nothing(capsys):
+    trained = train(SMALL)
+    before = {path.name: (path.read_bytes(), path.stat().st_mtime_ns) for path in trained.run.iterdir()}
+    again = resume({}, console=Console(stderr=True))
+    assert "is done: all 3 epochs" in capsys.readouterr().err
+    assert again.metrics == trained.metrics
+    assert {path.name: (path.read_bytes(), path.stat().st_mtime_ns) for path in trained.run.iterdir()} == before
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("epochs", 9),
+        ("hidden", (64,)),
+        ("lr", 0.2),
+        ("seed", 1),
+        ("batch_size", 32),
+        ("momentum", 0.9),
+        ("weight_decay", 0.0),
+        ("data", "mnist"),
+        ("validation", 0),
+        ("device", "cuda"),
+    ],
+)
+def test_resuming_with_another_setting_is_refused(monkeypatch, field, value):
+    interrupt_at(monkeypatch, 1, 0)
+    with pytest.raises(KeyboardInterrupt):
+        train(SMALL)
+    before = snapshot(Path("runs/1"))
+    with pytest.raises(UserError, match=f"was begun with --{field.replace('_', '-')} "):
+        resume({field: value})
+    assert snapshot(Path("runs/1")) == before
+
+
+def test_resuming_with_the_same_settings_is_allowed(monkeypatch, whole):
+    interrupt_at(monkeypatch, 1, 0)
+    with pytest.raises(KeyboardInterrupt):
+        train(SMALL)
+    resume({"hidden": (32,), "epochs": 3, "data": "auto", "device": "auto", "validation": 500, "lr": 0.1})
+    assert_same_weights(Path("runs/1"), whole)
+
+
+def test_resuming_without_a_run_names_the_command():
+    with pytest.raises(UserError, match="no run under runs/ yet: make one with `qsparse train`"):
+        resume({})
+    Path("empty").mkdir()
+    with pytest.raises(UserError, match="empty holds no qsparse run"):
+        resume({}, out="empty")
+
+
+def test_data_that_changed_are_refused(monkeypatch):
+    interrupt_at(monkeypatch, 1, 0)
+    with pytest.raises(KeyboardInterrupt):
+        train(SMALL)
+    config = json.loads(Path("runs/1/config.json").read_text())
+    config["dataset"]["digest"] = "0" * 32
+    Path("runs/1/config.json").write_text(json.dumps(config))
+    with pytest.raises(UserError, match="was trained on other data"):
+        resume({})
+    with pytest.raises(UserError, match="was trained on other data"):
+        load_dataset(Path("runs/1"))
+
+
+def test_identity_sees_one_changed_pixel():
+    dataset = data.load("mnist-5k")
+    before = identity(dataset)
+    assert identity(data.load("mnist-5k")) == before
+    dataset.test.images[0, 0] += 1
+    assert identity(dataset)["digest"] != before["digest"]
+
+
+def test_a_directory_that_holds_a_run_is_kept_without_force():
+    train(SMALL, out="mine")
+    before = snapshot(Path("mine"))
+    with pytest.raises(UserError, match="mine already holds a run: .*--resume.*--force"):
+        train(SMALL, out="mine")
+    assert snapshot(Path("mine")) == before
+
+
+def test_force_replaces_the_run_and_what_was_measured_of_it_and_nothing_else():
+    run = train(SMALL, out="mine").run
+    model = checkpoint.load(run)
+    checkpoint.save_model(run / "int8", model, {"run": "mine", "variant": "int8"})
+    checkpoint.append_rows(run, [{"variant": "int8"}])
+    (run / "notes.txt").write_text("mine")
+    (run / "other").mkdir()
+    (run / "other" / "config.json").write_text('{"model": "of another project"}')
+    (run / "other" / "model.safetensors").write_bytes(b"")
+    replaced = train(TrainConfig(hidden=(), epochs=1, data="mnist-5k", device="cpu"), out=run, force=True)
+    assert sorted(path.name for path in run.iterdir()) == [
+        "config.json", "metrics.json", "model.safetensors", "notes.txt", "other",
+    ]  # fmt: skip
+    assert checkpoint.load(replaced.run).sizes == (784, 10)
+
+
+@pytest.mark.parametrize("config", [{"data": "/nowhere"}, {"data": "mnist-5k", "validation": 4000}])
+def test_force_keeps_the_old_run_when_the_new_one_cannot_start(config):
+    train(SMALL, out="mine")
+    before = snapshot(Path("mine"))
+    with pytest.raises(UserError):
+        train(TrainConfig(device="cpu", **config), out="mine", force=True)
+    assert snapshot(Path("mine")) == before
+
+
+def test_force_spares_files_of_another_project():
+    Path("theirs").mkdir()
+    Path("theirs/config.json").write_text('{"architectures": ["BertModel"]}')
+    before = snapshot(Path("theirs"))
+    with pytest.raises(UserError, match="named as a run's but are not one"):
+        train(SMALL, out="theirs", force=True)
+    assert snapshot(Path("theirs")) == before
+
+
+def test_nothing_is_left_behind_when_the_data_are_not_there():
+    with pytest.raises(UserError, match="nowhere"):
+        train(TrainConfig(data="nowhere", device="cpu"))
+    assert list(Path().iterdir()) == []
+
+
+@pytest.mark.parametrize("out", ["file", "file/below", "/proc/nothing/here"])
+def test_a_directory_that_cannot_be_written_is_refused_before_the_data_are_loaded(monkeypatch, out):
+    Path("file").write_text("not a directory")
+    monkeypatch.setattr(data, "load", lambda *_: pytest.fail("loaded the data first"))
+    with pytest.raises(UserError, match="cannot write in"):
+        train(SMALL, out=out)
+    assert Path("file").read_text() == "not a directory"
+
+
+def test_a_diverging_run_says_so_and_can_be_told_from_a_finished_one():
+    with pytest.raises(UserError, match="diverged"):
+        train(TrainConfig(data="mnist-5k", device="cpu", lr=1e30))
+    with pytest.raises(UserError, match=r"not done \(0 of 5 epochs\)"):
+        checkpoint.load("runs/1")
+
+
+def snapshot(directory: Path) -> dict[str, bytes]:
+    return {str(path.relative_to(directory)): path.read_bytes() for path in directory.rglob("*") if path.is_file()}
