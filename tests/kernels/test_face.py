@@ -299,14 +299,10 @@ def test_array_libraries_are_not_mixed(call, name):
 def test_another_device_is_named(call, name):
     """The meta device stands for any other: it needs no hardware."""
     function, args, options = call
-    for at in range(1, len(args)):
+    for at in range(len(args)):
         changed = [value.to("meta") if i == at else value for i, value in enumerate(args)]
-        with pytest.raises(
-            ValueError, match=r"^\w+ (is on meta, but|must be on the CPU or on a CUDA device, got meta)"
-        ):
+        with pytest.raises(ValueError, match=r"^\w+ must be on the CPU or on a CUDA device, got meta"):
             function(*changed, **options)
-    with pytest.raises(ValueError, match=r"^\w+ must be on the CPU or on a CUDA device, got meta"):
-        function(args[0].to("meta"), *args[1:], **options)
 
 
 @pytest.mark.gpu

@@ -56,7 +56,7 @@ def test_matches_scipy_with_bias_and_relu(device, dtype, m, normal, sparse, to_n
 def test_case_13_nothing_stored(device, m, size, normal):
     n, k = size
     x, bias = normal(m, k, device=device), normal(n, device=device)
-    csr = to_csr(torch.zeros(0, 1), device)[:2] + (torch.zeros(n + 1, dtype=torch.int32, device=device),)
+    csr = *to_csr(torch.zeros(0, 1), device)[:2], torch.zeros(n + 1, dtype=torch.int32, device=device)
     assert torch.equal(kernels.spmm_csr(x, *csr, shape=size), torch.zeros(m, n, device=device))
     assert torch.equal(kernels.spmm_csr(x, *csr, bias, shape=size), bias.expand(m, n))
     assert torch.equal(kernels.spmm_csr(x, *csr, bias, shape=size, relu=True), bias.relu().expand(m, n))

@@ -1,0 +1,179 @@
+"""The multilayer perceptron: its start, its inputs, its copies, and its description."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+
+from qsparse import models, nn
+from qsparse.data import normalize
+
+
+@pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def device(request) -> torch.device:
+    return torch.device(request.param, 0 if request.param == "cuda" else None)
+
+
+@pytest.fixture
+def images() -> torch.Tensor:
+    return torch.randint(0, 256, (20, 784), generator=torch.Generator().manual_seed(40), dtype=torch.uint8)
+
+
+def sparse_layer(linear: nn.Linear, density: float = 0.2) -> nn.SparseLinear:
+    weight = linear.weight.detach()
+    weight = torch.where(weight.abs() >= weight.abs().quantile(1 - density), weight, 0)
+    csr = weight.to_sparse_coo().coalesce()
+    rows, cols = csr.indices().int()
+    bias = linear.bias.detach()
+    return nn.SparseLinear.from_coo(csr.values(), rows, cols, shape=weight.shape, bias=bias, activation="relu")
+
+
+def mixed_model() -> models.MLP:
+    """One layer of each kind and dtype."""
+    model = models.MLP((784, 40, 30, 20, 10))
+    layers = model.layers()
+    return model.replace(
+        {
+            "fc1": nn.QuantLinear.from_linear(layers["fc1"]),
+            "fc2": sparse_layer(layers["fc2"]),
+            "fc3": nn.Linear(30, 20, activation="relu", dtype=torch.bfloat16),
+        }
+    )
+
+
+def test_layers_and_sizes():
+    model = models.MLP((784, 256, 100, 10))
+    assert model.sizes == (784, 256, 100, 10)
+    assert list(model.layers()) == ["fc1", "fc2", "fc3"]
+    assert [layer.activation for layer in model.layers().values()] == ["relu", "relu", None]
+    assert list(model.state_dict()) == [f"fc{i}.{part}" for i in (1, 2, 3) for part in ("weight", "bias")]
+    assert models.MLP([784, 10]).sizes == (784, 10)
+
+
+def test_more_than_nine_layers_stay_in_order():
+    sizes = tuple(range(12, 0, -1))
+    model = models.MLP(sizes)
+    assert model.sizes == sizes
+    assert models.from_description(model.describe()).sizes == sizes
+
+
+def test_the_seed_decides_the_weights_and_nothing_else_moves():
+    before = torch.get_rng_state()
+    first, again, other = (
+        models.MLP((784, 16, 10), seed=3),
+        models.MLP((784, 16, 10), seed=3),
+        models.MLP((784, 16, 10)),
+    )
+    assert torch.equal(torch.get_rng_state(), before)
+    for name, value in first.state_dict().items():
+        assert torch.equal(value, again.state_dict()[name])
+        assert not torch.equal(value, other.state_dict()[name])
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(3)
+        peer = [torch.nn.Linear(784, 16), torch.nn.Linear(16, 10)]
+    for layer, peer_layer in zip(first.layers().values(), peer, strict=True):
+        assert torch.equal(layer.weight, peer_layer.weight)
+        assert torch.equal(layer.bias, peer_layer.bias)
+
+
+@pytest.mark.parametrize("sizes", [(), (784,), (784, 0, 10), (784, -1)], ids=str)
+def test_sizes_that_cannot_be(sizes):
+    with pytest.raises(ValueError, match=r"^sizes must be at least two positive widths, got"):
+        models.MLP(sizes)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+def test_pixels_and_normalised_floats_are_the_same_input(device, dtype, images):
+    model = models.MLP((784, 32, 10)).to(device, dtype)
+    images = images.to(device)
+    with torch.no_grad():
+        logits = model(images)
+        assert torch.equal(logits, model(normalize(images, dtype)))
+        assert torch.equal(logits, model(normalize(images, dtype).double()))
+    assert logits.dtype == torch.float32
+    assert logits.shape == (20, 10)
+    assert model.input_dtype == dtype
+    reference = normalize(images.cpu(), torch.float64)
+    for layer in model.layers().values():
+        reference = reference @ layer.weight.cpu().double().t() + layer.bias.cpu().double()
+        reference = reference.relu() if layer.activation else reference
+    tolerance = {torch.float32: 1e-5, torch.float16: 5e-3, torch.bfloat16: 4e-2}[dtype]
+    assert (logits.cpu() - reference).norm() / reference.norm() < tolerance
+
+
+def test_case_5_no_images(device):
+    for model in (models.MLP((784, 32, 10)), mixed_model()):
+        assert model.to(device)(torch.zeros(0, 784, dtype=torch.uint8, device=device)).shape == (0, 10)
+
+
+def test_a_mixed_model_runs_on_every_device(device, images):
+    model = mixed_model()
+    with torch.no_grad():
+        logits = model.to(device)(images.to(device))
+        reference = mixed_model_reference(images)
+    assert logits.dtype == torch.float32
+    assert (logits.cpu() - reference).norm() / reference.norm() < 0.05
+
+
+def mixed_model_reference(images):
+    """The same weights, dense and in float32."""
+    model = mixed_model()
+    x = normalize(images)
+    for layer in model.layers().values():
+        if isinstance(layer, nn.QuantLinear):
+            weight = layer.weight * layer.weight_scale[:, None]
+        elif isinstance(layer, nn.SparseLinear):
+            weight = torch.zeros(layer.out_features, layer.in_features)
+            weight[layer.rows.long(), layer.cols.long()] = layer.values
+        else:
+            weight = layer.weight.float()
+        x = x @ weight.t() + layer.bias.float()
+        x = x.relu() if layer.activation else x
+    return x
+
+
+def test_replace_shares_nothing(images):
+    model = models.MLP((784, 16, 10))
+    layer = nn.QuantLinear.from_linear(model.fc1)
+    copy = model.replace({"fc1": layer})
+    assert isinstance(copy.fc1, nn.QuantLinear)
+    assert isinstance(model.fc1, nn.Linear)
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    with torch.no_grad():
+        for value in copy.state_dict().values():
+            value.zero_()
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+    assert (layer.weight != 0).any()
+    assert copy.fc1 is not layer
+    with pytest.raises(ValueError, match=r"^no layer named fc3; there are fc1, fc2"):
+        model.replace({"fc3": layer})
+
+
+def test_a_model_comes_back_from_its_description_and_its_state(images):
+    for model in (models.MLP((784, 16, 10), seed=1), mixed_model()):
+        description = json.loads(json.dumps(model.describe()))
+        assert description["sizes"] == list(model.sizes)
+        empty = models.from_description(description)
+        assert empty.describe() == description
+        empty.load_state_dict(model.state_dict(), strict=True)
+        with torch.no_grad():
+            assert torch.equal(empty(images), model(images))
+
+
+def test_kernel_says_what_runs():
+    assert models.MLP((784, 16, 10)).kernel("cpu") == "gemm:cpu"
+    kernel = mixed_model().kernel("cpu")
+    assert kernel.startswith("gemm_int8:cpu (")
+    assert kernel.endswith("), spmm_coo:cpu, gemm:cpu")
+
+
+def test_gradients_reach_every_parameter(device, images):
+    model = models.MLP((784, 16, 10)).to(device)
+    labels = torch.arange(20, device=device) % 10
+    nn.cross_entropy(model(images.to(device)), labels).backward()
+    for name, parameter in model.named_parameters():
+        assert parameter.grad is not None, name
+        assert parameter.grad.isfinite().all()
+        assert (parameter.grad != 0).any()
