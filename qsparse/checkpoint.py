@@ -16,6 +16,7 @@ A model file describes itself: the description that rebuilds the empty model sta
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
 import os
 import shutil
@@ -349,7 +350,8 @@ def append_rows(run: str | Path, rows: Iterable[Mapping[str, Any]]) -> None:
     try:
         descriptor = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o666)
         try:
-            os.write(descriptor, lines)
+            if os.write(descriptor, lines) < len(lines):
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         finally:
             os.close(descriptor)
     except OSError as error:

@@ -18,6 +18,7 @@ import typer
 from typer.core import TyperGroup
 
 from qsparse import __version__
+from qsparse.bench import command as bench
 from qsparse.errors import UserError
 from qsparse.train.config import TrainConfig
 
@@ -44,7 +45,7 @@ class _Group(TyperGroup):
 
 app = typer.Typer(
     cls=_Group,
-    help="Train, quantize and sparsify an MLP on MNIST, with accuracy, time and memory measured by the kernels that run.",
+    help="Train, quantize and sparsify an MLP on MNIST; its accuracy, time and memory are those of the kernels that run.",
     no_args_is_help=True,
     add_completion=False,
     rich_markup_mode=None,
@@ -274,6 +275,9 @@ def demo(data: DataOption = "auto", device: DeviceOption = Device.auto, as_json:
     result = run_demo(data=data, device=device.value, console=_console(), tables=_text(as_json))
     if as_json:
         _print_json(result)
+
+
+app.add_typer(bench.app, name="bench")
 
 
 def _hidden(widths: list[int] | None) -> tuple[int, ...] | None:

@@ -47,9 +47,7 @@ class TrainConfig:
         _require(self.batch_size >= 1, "batch_size", self.batch_size, "at least 1")
         _require(0 < self.lr <= _LARGEST, "lr", self.lr, "a finite float32 above 0")
         _require(0 <= self.momentum < 1, "momentum", self.momentum, "a number in [0, 1)")
-        _require(
-            0 <= self.weight_decay <= _LARGEST, "weight_decay", self.weight_decay, "a finite float32, 0 or above"
-        )
+        _require(0 <= self.weight_decay <= _LARGEST, "weight_decay", self.weight_decay, "a finite float32, 0 or above")
         _require(0 <= self.seed < 2**63, "seed", self.seed, "a whole number in [0, 2^63)")
         _require(self.validation is None or self.validation >= 0, "validation", self.validation, "at least 0")
 

@@ -37,9 +37,7 @@ def by_torch(model: MLP, train: Split, config: TrainConfig) -> torch.nn.Sequenti
         linear.load_state_dict({"weight": layer.weight.detach().clone(), "bias": layer.bias.detach().clone()})
         modules += [linear, torch.nn.ReLU()]
     net = torch.nn.Sequential(*modules[:-1])
-    optimizer = torch.optim.SGD(
-        net.parameters(), config.lr, momentum=config.momentum, weight_decay=config.weight_decay
-    )
+    optimizer = torch.optim.SGD(net.parameters(), config.lr, momentum=config.momentum, weight_decay=config.weight_decay)
     steps = math.ceil(len(train) / config.batch_size) * config.epochs
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 - step / steps)
     for epoch in range(config.epochs):

