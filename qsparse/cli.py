@@ -45,7 +45,7 @@ class _Group(TyperGroup):
 
 app = typer.Typer(
     cls=_Group,
-    help="Train, quantize and sparsify an MLP on MNIST; its accuracy, time and memory are those of the kernels that run.",
+    help="Train, quantize and sparsify an MLP; accuracy, time and memory are those of the kernels that run.",
     no_args_is_help=True,
     add_completion=False,
     rich_markup_mode=None,
