@@ -1,0 +1,387 @@
+"""The dense product, plain and with bias and ReLU: `kernels.gemm` (and on a CPU `gemm_int8`) against the libraries.
+
+A shape is that of the layer, M, N, K = batch rows, outputs, inputs, and a layout is one of the three products that
+training takes from it: `nt` the forward pass x · wᵀ, `nn` the input gradient dy · w, `tn` the weight gradient dyᵀ · x.
+All three are 2·M·N·K operations.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import time
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from qsparse import kernels
+from qsparse.bench.harness import (
+    REPETITIONS,
+    TOLERANCES,
+    Call,
+    Contender,
+    Measurement,
+    Reference,
+    append,
+    compete,
+    copy_gbps,
+    geometric_mean,
+    product_reference,
+    row,
+)
+from qsparse.bench.peers import pytorch
+from qsparse.bench.shapes import CPU_SHAPES, DUEL, GPU_SHAPES, LARGEST, Shape
+from qsparse.errors import UserError
+from qsparse.measure import _environment
+
+DTYPES = ("float16", "bfloat16", "float32", "int8")
+GPU_DTYPES, CPU_DTYPES = ("float16", "bfloat16", "float32"), ("float32", "bfloat16", "int8")
+LAYOUTS = ("nt", "nn", "tn")
+EPILOGUES = ("none", "bias_relu")
+GROUP = ("op", "dtype", "precision", "epilogue", "layout", "peer")
+"""The fields whose rows are compared with each other and averaged; shapes differ within a group."""
+
+_GROWN = 2048**3  # "2048³ and above"
+
+
+@dataclass(frozen=True)
+class Problem:
+    """One product out (R, C) = a (R, S) @ b (C, S).T with seeded normal values, and the layer that it belongs to."""
+
+    shape: Shape
+    dtype: str
+    layout: str
+    a: Tensor
+    b: Tensor
+    bias: Tensor
+
+    @property
+    def flop(self) -> int:
+        m, n, k = self.shape
+        return 2 * m * n * k
+
+    def nbytes(self, epilogue: str) -> int:
+        """What has to be read and written at least (int8 writes float32)."""
+        rows, columns = self.a.shape[0], self.b.shape[0]
+        out = rows * columns * (4 if self.dtype == "int8" else self.a.element_size())
+        size = 1 if self.dtype == "int8" else self.a.element_size()
+        bias = self.bias.numel() * self.bias.element_size() if epilogue == "bias_relu" else 0
+        return (self.a.numel() + self.b.numel()) * size + out + bias
+
+
+def problem(shape: Shape, dtype: str, layout: str, device: torch.device) -> Problem:
+    """Operands of `dtype` (float32 ones to quantize for int8) on `device`, the same in every run."""
+    m, n, k = shape
+    generator = torch.Generator(device).manual_seed(0)
+    stored = torch.float32 if dtype == "int8" else getattr(torch, dtype)
+
+    def normal(*size: int) -> Tensor:
+        return torch.randn(size, generator=generator, device=device).to(stored)
+
+    if layout == "nt":
+        a, b = normal(m, k), normal(n, k)
+    elif layout == "nn":
+        a, b = normal(m, n), normal(n, k).t()
+    else:
+        a, b = normal(m, n).t(), normal(m, k).t()
+    return Problem(shape, dtype, layout, a, b, normal(b.shape[0]))
+
+
+@dataclass(frozen=True)
+class Variant:
+    """One of our ways to compute a problem. `precision` is null but for float32."""
+
+    epilogue: str
+    precision: str | None
+
+    @property
+    def name(self) -> str:
+        return f"qsparse {self.precision or ''} {self.epilogue}"
+
+
+def precisions(dtype: str) -> tuple[str | None, ...]:
+    """The float32 precisions that the face offers, the plain one first; (None,) for the other dtypes."""
+    if dtype != "float32":
+        return (None,)
+    return ("ieee", "highest", "high") if "precision" in inspect.signature(kernels.gemm).parameters else ("ieee",)
+
+
+def _tolerance(dtype: str, precision: str | None):
+    return TOLERANCES["tf32" if precision == "high" else dtype]
+
+
+def _kernel(given: Problem, variant: Variant) -> Call:
+    """The call of our face for a variant of the problem."""
+    fused = variant.epilogue == "bias_relu"
+    bias = given.bias if fused else None
+    if given.dtype == "int8":
+        (qa, scale_a), (qb, scale_b) = kernels.quantize_rows(given.a), kernels.quantize_rows(given.b)
+        return Call(functools.partial(kernels.gemm_int8, qa, qb, scale_a, scale_b, bias, relu=fused))
+    options = {"relu": fused}
+    if variant.precision is not None and len(precisions(given.dtype)) > 1:
+        options["precision"] = variant.precision
+    return Call(functools.partial(kernels.gemm, given.a, given.b, bias, **options))
+
+
+def _reference(given: Problem, variant: Variant) -> Reference:
+    fused = variant.epilogue == "bias_relu"
+    a, b = given.a, given.b
+    if given.dtype == "int8":  # the reference of what the kernel is asked for: the product of the quantized values
+        a, b = (q.to(torch.float64) * scale[:, None] for q, scale in map(kernels.quantize_rows, (a, b)))
+    return product_reference(a, b, given.bias if fused else None, relu=fused)
+
+
+def _peers(given: Problem, variant: Variant, reference: Reference) -> dict[str, Contender]:
+    operands = [given.a, given.b] + ([given.bias] if variant.epilogue == "bias_relu" else [])
+    if given.a.device.type == "cpu":
+        operands = [operand.float() for operand in operands]
+        calls = (pytorch.cpu_bias_relu_products if len(operands) == 3 else pytorch.cpu_products)(*operands)
+        tolerance = TOLERANCES["float32"]
+        if given.dtype == "int8":  # float32 multiplies the values themselves, not the quantized ones
+            reference = product_reference(*operands, relu=len(operands) == 3)
+    else:
+        choose = pytorch.bias_relu_products if len(operands) == 3 else pytorch.products
+        calls, tolerance = choose(*operands, precision=variant.precision), _tolerance(given.dtype, variant.precision)
+    return {name: Contender(call, reference, tolerance) for name, call in calls.items()}
+
+
+@dataclass
+class Ceilings:
+    """The most that this device reached in this run: TFLOP/s by (dtype, precision), and GB/s of a copy."""
+
+    gbps: float
+    tflops: dict[tuple[str, str | None], float] = field(default_factory=dict)
+
+    def know(self, dtype: str) -> bool:
+        return any(known == dtype for known, _ in self.tflops)
+
+    def learn(self, rows: Iterable[dict]) -> None:
+        """Take the best of ours and the peers' plain products from rows of the largest shape."""
+        for each in rows:
+            if tuple(each["shape"]) == LARGEST and each["epilogue"] == "none" and each["layout"] == "nt":
+                key = each["dtype"], each["precision"]
+                fastest = min((us for us in (each["us"], each["peer_us"]) if us), default=None)
+                if fastest:
+                    work = 2 * LARGEST[0] * LARGEST[1] * LARGEST[2]
+                    self.tflops[key] = max(self.tflops.get(key, 0.0), work / fastest / 1e6)
+
+    def share(self, each: dict) -> dict:
+        """The row's percent of the ceiling: the least time that work and bytes allow, over the time taken."""
+        compute = self.tflops.get((each["dtype"], each["precision"]))
+        if not each["us"] or not compute:
+            return {"percent_of_ceiling": None, "bound": None, "ceiling_tflops": None, "ceiling_gbps": None}
+        shares = {"compute": each["tflops"] / compute, "memory": each["gbps"] / self.gbps}
+        bound = max(shares, key=shares.__getitem__)
+        return {
+            "percent_of_ceiling": round(100 * shares[bound], 2),
+            "bound": bound,
+            "ceiling_tflops": round(compute, 1),
+            "ceiling_gbps": round(self.gbps, 0),
+        }
+
+
+def measure_problem(
+    given: Problem, variants: Iterable[Variant], environment: dict, repetitions: int = REPETITIONS
+) -> list[dict]:
+    """Check and time the variants and their peers in one interleaved run; a row for each variant and peer."""
+    ours, theirs, pairs = {}, {}, []
+    references: dict[str, Reference] = {}
+    for variant in variants:
+        if variant.epilogue not in references:
+            references[variant.epilogue] = _reference(given, variant)
+        reference = references[variant.epilogue]
+        tolerance = _tolerance(given.dtype, variant.precision)
+        ours[variant.name] = Contender(_kernel(given, variant), reference, tolerance)
+        for peer, contender in _peers(given, variant, reference).items():
+            key = f"{peer} {variant.epilogue}"
+            theirs.setdefault(key, contender)  # float32's SGEMM stands beside more than one variant
+            pairs.append((variant, peer, key))
+    measured, telemetry = compete(ours, theirs, given.a.device, repetitions)
+    face = kernels.gemm_int8 if given.dtype == "int8" else kernels.gemm
+    return [
+        row(
+            op="gemm_int8" if given.dtype == "int8" else "gemm",
+            tier=face.tier(given.a.device),
+            dtype=given.dtype,
+            shape=given.shape,
+            kernel=measured[variant.name],
+            peer=peer,
+            against=measured[key],
+            flop=given.flop,
+            nbytes=given.nbytes(variant.epilogue),
+            environment=environment,
+            layout=given.layout,
+            epilogue=variant.epilogue,
+            precision=variant.precision,
+            **telemetry,
+        )
+        for variant, peer, key in pairs
+    ]
+
+
+@dataclass(frozen=True)
+class Result:
+    """All rows of a run, the mean of each group, and what the ceilings were."""
+
+    rows: list[dict]
+    means: list[dict]
+    ceiling: str | None
+
+    @property
+    def wrong(self) -> list[dict]:
+        """Rows whose kernel gave a wrong output."""
+        return [each for each in self.rows if not each["correct"]]
+
+    def to_json(self) -> dict:
+        return {"rows": self.rows, "means": self.means, "ceiling": self.ceiling, "wrong": len(self.wrong)}
+
+
+def bench(
+    device: torch.device,
+    *,
+    dtypes: Iterable[str] = (),
+    shapes: Iterable[Shape] = (),
+    layouts: Iterable[str] = ("nt",),
+    duel: bool | None = None,
+    repetitions: int = REPETITIONS,
+    out: Path | None = None,
+    say: Callable[[str], None] = lambda line: None,
+) -> Result:
+    """Measure every dtype, layout and shape on `device` (nothing given: those that make sense there).
+
+    `duel` adds the product of 4096³ in float32 on the CPU against the GPU (None: where there is a GPU). Rows are
+    appended to `out` as they come, `say` hears what is being measured.
+
+    Raises UserError for what this device does not do, before anything runs.
+    """
+    on_gpu = device.type == "cuda"
+    dtypes = tuple(dtypes) or (GPU_DTYPES if on_gpu else CPU_DTYPES)
+    shapes, layouts = tuple(shapes) or (GPU_SHAPES if on_gpu else CPU_SHAPES), tuple(layouts)
+    if on_gpu and "int8" in dtypes:
+        raise UserError("--dtype int8 is compared on the CPU only: add --device cpu, or leave it out")
+    if duel and not on_gpu:
+        raise UserError("--duel sets the CPU against a GPU, and this runs on the CPU: leave it out")
+    if set(layouts) != {"nt"} and "int8" in dtypes:
+        raise UserError("--dtype int8 has the forward product only: leave --layout out, or name --dtype float32")
+    environment = _environment(device)
+    rows: list[dict] = []
+
+    def keep(more: Iterable[dict]) -> None:
+        more = list(more)
+        rows.extend(more)
+        if out:
+            append(out, more)
+
+    ceilings = Ceilings(copy_gbps(device)) if on_gpu else None
+    for dtype in dtypes:
+        for layout, shape in _order(layouts, shapes):
+            say(f"{dtype} {layout} {','.join(map(str, shape))}")
+            if ceilings and not ceilings.know(dtype) and (layout, shape) != ("nt", LARGEST):
+                ceilings.learn(_measure(LARGEST, dtype, "nt", device, environment, 20, ("none",)))
+            measured = _measure(shape, dtype, layout, device, environment, repetitions)
+            if ceilings:
+                ceilings.learn(measured)
+            keep(each | (ceilings.share(each) if ceilings else _NO_CEILING) for each in measured)
+    if duel or (duel is None and on_gpu):
+        say("float32 duel of CPU and GPU")
+        keep(each | ceilings.share(each) for each in run_duel(device, environment))
+    ceiling = None
+    if ceilings:
+        best = ", ".join(f"{' '.join(filter(None, key))} {value:.0f}" for key, value in ceilings.tflops.items())
+        ceiling = (
+            f"of the ceiling: the least time that the work and the bytes allow, over the time taken, at the best "
+            f"TFLOP/s of ours and cuBLAS at 8192³ in this run ({best}) and a copy's {ceilings.gbps:.0f} GB/s"
+        )
+    return Result(rows, means(rows), ceiling)
+
+
+_NO_CEILING = {"percent_of_ceiling": None, "bound": None, "ceiling_tflops": None, "ceiling_gbps": None}
+
+
+def _order(layouts: Iterable[str], shapes: Iterable[Shape]) -> Iterator[tuple[str, Shape]]:
+    """The forward product of the largest shape first: it gives the ceiling."""
+    pairs = [(layout, shape) for layout in layouts for shape in shapes]
+    yield from sorted(pairs, key=lambda pair: pair != ("nt", LARGEST))
+
+
+def _measure(shape, dtype, layout, device, environment, repetitions, epilogues=EPILOGUES) -> list[dict]:
+    variants = [
+        Variant(epilogue, precision)
+        for precision in precisions(dtype)
+        for epilogue in epilogues
+        if epilogue == "none" or layout == "nt"
+    ]
+    return measure_problem(problem(shape, dtype, layout, device), variants, environment, repetitions)
+
+
+def run_duel(device: torch.device, environment: dict, shape: Shape = DUEL) -> list[dict]:
+    """The same face, float32, on the CPU (one run, wall-clock) and on the GPU."""
+    given = problem(shape, "float32", "nt", device)
+    variants = [Variant("none", precision) for precision in precisions("float32")]
+    reference = _reference(given, variants[0])
+    contenders = {
+        variant.name: Contender(_kernel(given, variant), reference, _tolerance("float32", variant.precision))
+        for variant in variants
+    }
+    measured, telemetry = compete(contenders, {}, device)
+    a, b = given.a.cpu(), given.b.cpu()
+    kernels.gemm(a[:512], b[:512])  # wakes the threads
+    started = time.perf_counter()
+    output = kernels.gemm(a, b)
+    us = round((time.perf_counter() - started) * 1e6, 3)
+    error = reference.error(output.to(device))
+    correct = error.within(TOLERANCES["float32"])
+    cpu = Measurement(error, correct, us if correct else None, repetitions=1)
+    return [
+        row(
+            op="gemm",
+            tier=kernels.gemm.tier(device),
+            dtype="float32",
+            shape=shape,
+            kernel=measured[variant.name],
+            peer="cpu",
+            against=cpu,
+            flop=given.flop,
+            nbytes=given.nbytes("none"),
+            environment=environment,
+            layout="nt",
+            epilogue="none",
+            precision=variant.precision,
+            **telemetry,
+        )
+        for variant in variants
+    ]
+
+
+def means(rows: Iterable[dict]) -> list[dict]:
+    """The geometric mean of the ratios of each group, over all shapes and over those of 2048³ products and more.
+
+    A mean is null where a shape has no ratio (a wrong kernel, or none that large).
+    """
+    groups: dict[tuple, list[dict]] = {}
+    for each in rows:
+        groups.setdefault(tuple(each[name] for name in GROUP), []).append(each)
+    found = []
+    for key, members in groups.items():
+        grown = [each for each in members if each["shape"][0] * each["shape"][1] * each["shape"][2] >= _GROWN]
+        worst = min((each for each in members if each["ratio"]), key=lambda each: each["ratio"], default=None)
+        found.append(
+            dict(zip(GROUP, key, strict=True))
+            | {
+                "shapes": len(members),
+                "ratio": _mean(members),
+                "ratio_from_2048": _mean(grown),
+                "worst_ratio": worst and worst["ratio"],
+                "worst_shape": worst and worst["shape"],
+            }
+        )
+    return found
+
+
+def _mean(rows: list[dict]) -> float | None:
+    if not rows or not all(each["ratio"] for each in rows):
+        return None
+    return round(geometric_mean(each["ratio"] for each in rows), 4)

@@ -1,0 +1,308 @@
+"""Check several calls that compute the same, time them against each other, and assemble a row: for every benchmark.
+
+Correct before fast: a call whose output is not within its tolerance of the float64 reference is never timed, and what
+the timed runs left behind is checked again.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import json
+import math
+import statistics
+import time
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from qsparse.bench.telemetry import Telemetry, watch
+from qsparse.timing import graph_times, percentile, wall_times
+
+REPETITIONS = 100
+_LEAST_REPETITIONS = 10
+_SLOW_S = 0.005  # a longer call is repeated less often ...
+_SLOW_BUDGET_S = 3.0  # ... within this, for all calls of a comparison together
+_CPU_BUDGET_S = 0.3
+_HOST_CALLS = 50  # below the number of launches that the driver queues before it makes the host wait
+_HOST_BUDGET_S = 0.02
+_HOST_ROUNDS = 5
+_CHECKED_IN_FULL = 4096
+_COPIED_BYTES = 2**30
+
+
+@dataclass(frozen=True)
+class Tolerance:
+    """Largest error allowed: of the whole output by its norm, of the worst element by the largest of the output."""
+
+    norm: float
+    worst: float
+
+
+# 16-bit outputs are rounded once (half an ulp: 4.9e-4, 3.9e-3). Sums in float32 are off by about 2.5e-8 * sqrt(K).
+# tf32 rounds its inputs to 11 bits, or cuts them.
+TOLERANCES = {
+    "float32": Tolerance(1e-5, 5e-5),
+    "tf32": Tolerance(2e-3, 4e-3),
+    "float16": Tolerance(5e-4, 1e-3),
+    "bfloat16": Tolerance(4e-3, 8e-3),
+    "int8": Tolerance(1e-6, 1e-6),  # exact integers; the epilogue rounds a few times in float32
+}
+
+
+@dataclass(frozen=True)
+class Error:
+    """How far an output is from its reference, each part as in `Tolerance`; NaN where either is not finite."""
+
+    norm: float
+    worst: float
+
+    def within(self, tolerance: Tolerance) -> bool:
+        return self.norm < tolerance.norm and self.worst < tolerance.worst  # False for NaN
+
+
+@dataclass(frozen=True)
+class Reference:
+    """Rows of the right output in float64: `values` (R, N) are its rows `rows` (R,), or all of them for None."""
+
+    values: Tensor
+    rows: Tensor | None = None
+
+    def error(self, output: Tensor) -> Error:
+        """The error of `output` (M, N) on the reference's rows; the other rows must be finite at least."""
+        if not bool(torch.isfinite(output).all()):
+            return Error(math.nan, math.nan)
+        picked = output if self.rows is None else output[self.rows]
+        difference = picked.to(torch.float64) - self.values
+        norm, largest = float(self.values.norm()) or 1.0, float(self.values.abs().max()) or 1.0
+        return Error(float(difference.norm()) / norm, float(difference.abs().max()) / largest)
+
+
+def product_reference(a: Tensor, b: Tensor, bias: Tensor | None = None, *, relu: bool = False) -> Reference:
+    """`act(a @ b.T + bias)` in float64 on the device of `a` (M, K) and `b` (N, K).
+
+    Beyond 4,096 rows only the first and the last 128 and 256 between them, by chance.
+    """
+    rows = _sampled_rows(a.shape[0]) if a.shape[0] > _CHECKED_IN_FULL else None
+    rows = None if rows is None else rows.to(a.device)
+    values = (a if rows is None else a[rows]).to(torch.float64) @ b.to(torch.float64).t()
+    if bias is not None:
+        values += bias.to(torch.float64)
+    return Reference(values.relu_() if relu else values, rows)
+
+
+def _sampled_rows(count: int) -> Tensor:
+    between = 128 + torch.randperm(count - 256, generator=torch.Generator().manual_seed(0))[:256].sort().values
+    return torch.cat([torch.arange(128), between, torch.arange(count - 128, count)])
+
+
+@dataclass(frozen=True)
+class Call:
+    """A call and what must be set around it (the other library's switches)."""
+
+    function: Callable[[], Tensor]
+    setting: Callable[[], AbstractContextManager] = nullcontext
+
+    def __call__(self) -> Tensor:
+        with self.setting():
+            return self.function()
+
+
+@dataclass(frozen=True)
+class Contender:
+    """A call with what it ought to return."""
+
+    call: Call
+    reference: Reference
+    tolerance: Tolerance
+
+
+@dataclass(frozen=True)
+class Measurement:
+    """What came out for one contender. Times in microseconds, None where there are none (a wrong output has none)."""
+
+    error: Error
+    correct: bool
+    us: float | None = None
+    us_p10: float | None = None
+    us_p90: float | None = None
+    repetitions: int = 0
+    host_us: float | None = None
+
+
+def compete(
+    kernels: dict[str, Contender], peers: dict[str, Contender], device: torch.device, repetitions: int = REPETITIONS
+) -> tuple[dict[str, Measurement], dict[str, float | None]]:
+    """Check and time our `kernels` and the `peers` in one interleaved run.
+
+    On a GPU the time is that of a CUDA-graph replay with the L2 cache flushed before it, `repetitions` times (fewer for
+    calls beyond 5 ms), and `host_us` the time that one call keeps the host without waiting for the GPU. On a CPU it is
+    wall-clock time.
+
+    Returns (measurement by name, telemetry fields).
+    """
+    contenders = kernels | peers
+    measured, seconds = {}, []
+    for name, contender in contenders.items():
+        with _poisoned() if name in kernels else nullcontext():
+            error = contender.reference.error(contender.call())
+        measured[name] = Measurement(error, error.within(contender.tolerance))
+    timed = {name: contender.call for name, contender in contenders.items() if measured[name].correct}
+    if not timed:
+        return measured, Telemetry().fields()
+
+    with watch(device) as telemetry:
+        if device.type == "cuda":
+            seconds = [_seconds(call) for call in timed.values()]
+            samples, outputs = graph_times(timed, device, _repetitions(repetitions, seconds))
+        else:
+            samples, outputs = wall_times(timed, _CPU_BUDGET_S)
+    host = _host_us(timed, seconds) if device.type == "cuda" else {}
+    for name, times in samples.items():
+        error = contenders[name].reference.error(outputs[name])
+        if not error.within(contenders[name].tolerance):  # right alone, wrong in the timed run
+            measured[name] = Measurement(error, False)
+            continue
+        measured[name] = replace(
+            measured[name],
+            us=round(percentile(times, 50), 3),
+            us_p10=round(percentile(times, 10), 3),
+            us_p90=round(percentile(times, 90), 3),
+            repetitions=len(times),
+            host_us=host.get(name),
+        )
+    return measured, telemetry.fields()
+
+
+@contextlib.contextmanager
+def _poisoned() -> Iterator[None]:
+    """`torch.empty` gives NaN: what a kernel forgets to write shows, even where an earlier right output lay there."""
+    before = torch.are_deterministic_algorithms_enabled(), torch.utils.deterministic.fill_uninitialized_memory
+    torch.utils.deterministic.fill_uninitialized_memory = True
+    torch.use_deterministic_algorithms(True)  # the filling works in this mode only
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(before[0])
+        torch.utils.deterministic.fill_uninitialized_memory = before[1]
+
+
+def _seconds(call: Call) -> float:
+    """One call from start to end, the launch included."""
+    torch.cuda.synchronize()
+    started = time.perf_counter()
+    call()
+    torch.cuda.synchronize()
+    return time.perf_counter() - started
+
+
+def _repetitions(wanted: int, seconds: list[float]) -> int:
+    if max(seconds) <= _SLOW_S:
+        return wanted
+    return min(wanted, max(_LEAST_REPETITIONS, int(_SLOW_BUDGET_S / sum(seconds))))
+
+
+def _host_us(calls: dict[str, Call], seconds: list[float]) -> dict[str, float]:
+    """Host time of one call of each: a loop without waiting, short enough that no queue fills up; median of rounds.
+
+    Calls that keep the GPU busy for more than 5 ms are left out: nobody waits for the host there.
+    """
+    counts = {
+        name: min(_HOST_CALLS, int(_HOST_BUDGET_S / each))
+        for name, each in zip(calls, seconds, strict=True)
+        if each <= _SLOW_S
+    }
+    rounds: dict[str, list[float]] = {name: [] for name in counts}
+    for _ in range(_HOST_ROUNDS):
+        for name, count in counts.items():
+            call = calls[name]
+            with call.setting():
+                torch.cuda.synchronize()
+                started = time.perf_counter()
+                for _ in range(count):
+                    call.function()
+                rounds[name].append((time.perf_counter() - started) / count * 1e6)
+    torch.cuda.synchronize()
+    return {name: round(statistics.median(times), 2) for name, times in rounds.items()}
+
+
+def copy_gbps(device: torch.device) -> float:
+    """The bandwidth ceiling: GB/s (read and written) of copying 1 GiB on a GPU."""
+    source = torch.randint(0, 255, (_COPIED_BYTES,), dtype=torch.uint8, device=device)
+    target = torch.empty_like(source)
+    samples, _ = graph_times({"copy": functools.partial(target.copy_, source)}, device, 20)
+    return 2 * _COPIED_BYTES / percentile(samples["copy"], 50) / 1e3
+
+
+def row(
+    *,
+    op: str,
+    tier: str,
+    dtype: str,
+    shape: tuple[int, int, int],
+    kernel: Measurement,
+    peer: str,
+    against: Measurement,
+    flop: int,
+    nbytes: int,
+    environment: dict,
+    density: float | None = None,
+    **more: object,
+) -> dict:
+    """One measurement as a JSON-able row: our `kernel` beside the `peer` measured as `against`.
+
+    Args:
+        shape: M, N, K of the layer. flop, nbytes: the work, and what must be read and written at least.
+        environment: the fields of `qsparse.measure` that say where and when.
+        more: fields of this benchmark, added as they are.
+
+    Times are null for an output that was wrong (`correct` false), errors are null where it was not finite, `ratio` is
+    peer_us / us: above 1 is faster than the peer.
+    """
+    us = kernel.us
+    both = us and against.us
+    return {
+        "op": op,
+        "tier": tier,
+        "dtype": dtype,
+        "shape": list(shape),
+        "density": density,
+        "us": us,
+        "us_p10": kernel.us_p10,
+        "us_p90": kernel.us_p90,
+        "peer": peer,
+        "peer_us": against.us,
+        "ratio": round(against.us / us, 4) if both else None,
+        "correct": kernel.correct,
+        "error": _finite(kernel.error.norm),
+        "error_worst": _finite(kernel.error.worst),
+        "peer_error": _finite(against.error.norm),
+        "tflops": round(flop / us / 1e6, 3) if us else None,
+        "gbps": round(nbytes / us / 1e3, 2) if us else None,
+        "repetitions": kernel.repetitions,
+        "host_us": kernel.host_us,
+        "peer_host_us": against.host_us,
+        **more,
+        **environment,
+    }
+
+
+def _finite(value: float) -> float | None:
+    return value if math.isfinite(value) else None
+
+
+def append(path: Path, rows: Iterable[dict]) -> None:
+    """Add rows to a JSON-lines file, which need not exist."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("a") as file:
+        file.writelines(json.dumps(row, allow_nan=False) + "\n" for row in rows)
+
+
+def geometric_mean(values: Iterable[float]) -> float:
+    """The geometric mean of positive values (NaN for none)."""
+    logarithms = [math.log(value) for value in values]
+    return math.exp(sum(logarithms) / len(logarithms)) if logarithms else math.nan

@@ -1,0 +1,1 @@
+"""The calls that a user would make instead: one file a library."""

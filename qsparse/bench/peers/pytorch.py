@@ -1,0 +1,60 @@
+"""What PyTorch offers for a linear layer: cuBLAS and cuBLASLt, told apart, and its fused and unfused epilogues."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from qsparse.bench.harness import Call
+
+_PLAIN, _TF32 = ("highest", ""), ("high", "_tf32")  # what PyTorch calls the precision, and what a peer's name gains
+
+
+@contextlib.contextmanager
+def blas(library: str = "default", precision: str = "highest") -> Iterator[None]:
+    """Let PyTorch multiply through `library` ("cublas", "cublaslt", "default"), in float32 with that `precision`.
+
+    `precision` is that of `torch.set_float32_matmul_precision`: "highest" is SGEMM, "high" is tf32.
+    """
+    before = torch.backends.cuda.preferred_blas_library(), torch.get_float32_matmul_precision()
+    torch.backends.cuda.preferred_blas_library(library)
+    torch.set_float32_matmul_precision(precision)
+    try:
+        yield
+    finally:
+        torch.backends.cuda.preferred_blas_library(before[0])
+        torch.set_float32_matmul_precision(before[1])
+
+
+def products(a: Tensor, b: Tensor, precision: str | None = None) -> dict[str, Call]:
+    """`a @ b.T` on a GPU. For float32 a `precision` of "high" allows tf32 (and names it), any other is SGEMM."""
+    allowed, suffix = _TF32 if precision == "high" else _PLAIN
+    return {
+        library + suffix: Call(functools.partial(torch.mm, a, b.t()), functools.partial(blas, library, allowed))
+        for library in ("cublas", "cublaslt")
+    }
+
+
+def bias_relu_products(a: Tensor, b: Tensor, bias: Tensor, precision: str | None = None) -> dict[str, Call]:
+    """`relu(a @ b.T + bias)` on a GPU: as one writes it, and by the one fused call that there is (a private one)."""
+    allowed, suffix = _TF32 if precision == "high" else _PLAIN
+    setting = functools.partial(blas, "default", allowed)
+    fused = functools.partial(torch._addmm_activation, bias, a, b.t(), use_gelu=False)
+    return {
+        "torch_eager" + suffix: Call(lambda: torch.nn.functional.linear(a, b, bias).relu(), setting),
+        "torch._addmm_activation" + suffix: Call(fused, setting),
+    }
+
+
+def cpu_products(a: Tensor, b: Tensor) -> dict[str, Call]:
+    """`a @ b.T` in float32 on the CPU: what every other dtype has to beat there."""
+    return {"torch_fp32": Call(functools.partial(torch.mm, a, b.t()))}
+
+
+def cpu_bias_relu_products(a: Tensor, b: Tensor, bias: Tensor) -> dict[str, Call]:
+    """`relu(a @ b.T + bias)` in float32 on the CPU."""
+    return {"torch_fp32": Call(lambda: torch.nn.functional.linear(a, b, bias).relu())}

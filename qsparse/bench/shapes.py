@@ -1,0 +1,57 @@
+"""What is multiplied: M, N, K of the layers, and how the command line spells them. Imports no torch."""
+
+from __future__ import annotations
+
+from qsparse.errors import UserError
+
+Shape = tuple[int, int, int]
+
+LARGEST: Shape = (8192, 8192, 8192)
+"""Where a device comes closest to its peak: the ceiling that the other shapes are compared with."""
+
+DUEL: Shape = (4096, 4096, 4096)
+
+GPU_SHAPES: tuple[Shape, ...] = (
+    LARGEST,
+    (4096, 4096, 4096),
+    (4096, 14336, 4096),
+    (60000, 1024, 784),
+    (60000, 256, 784),
+    (1024, 4096, 4096),
+    (64, 4096, 4096),
+    (16, 4096, 4096),
+    (2048, 2048, 2048),
+    (1024, 1024, 1024),
+    (512, 512, 512),
+    (256, 256, 256),
+    (4096, 256, 784),
+    (1024, 1024, 784),
+    (256, 256, 784),
+)
+
+CPU_SHAPES: tuple[Shape, ...] = (
+    (2048, 2048, 2048),
+    (1024, 1024, 1024),
+    (512, 512, 512),
+    (256, 256, 256),
+    (4096, 256, 784),
+    (1024, 1024, 784),
+    (256, 256, 784),
+    (64, 1024, 784),
+    (1, 1024, 784),
+)
+
+
+def parse_shape(text: str) -> Shape:
+    """Turn "M,N,K" into three integers; UserError unless all three are there and at least 1."""
+    parts = text.replace("_", " ").split(",")  # int() would take "1_000"
+    try:
+        m, n, k = (int(part) for part in parts)
+    except ValueError:
+        m = n = k = 0
+    if min(m, n, k) < 1:
+        raise UserError(
+            f"--shapes {text!r} is no shape: give three integers above 0, M,N,K (batch rows, outputs, inputs), "
+            "such as --shapes 4096,1024,784"
+        )
+    return m, n, k

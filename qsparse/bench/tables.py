@@ -1,0 +1,125 @@
+"""Rows of kernels against peers -> tables for the terminal, one a group of rows that compare with each other."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterable
+from typing import IO
+
+from rich import box
+from rich.console import Console
+from rich.measure import Measurement
+from rich.table import Table
+from rich.text import Text
+
+_MISSING = "-"
+_TIMERS = {
+    "cuda_graph": "Median device time of a CUDA-graph replay, L2 cache flushed before it, kernel and peers in turn.",
+    "wall": "Median wall-clock time on the CPU, kernel and peers in turn.",
+}
+
+
+def show(rows: list[dict], means: list[dict], ceiling: str | None = None, file: IO[str] | None = None) -> None:
+    """Print the tables, each with its means, to `file` (standard output).
+
+    Peers of one kernel stand beside each other as their time and `ratio` (peer's time / ours). A wrong kernel shows its
+    error and no time.
+    """
+    file = file or sys.stdout
+    for name, members in _tables(rows).items():
+        table = _table(name, members, means)
+        width = Console().width
+        if not file.isatty():  # a pipe has no width: as wide as the table needs
+            plain = Console(width=10_000)
+            width = max(width, Measurement.get(plain, plain.options, table).maximum)
+        Console(file=file, width=width).print(table)
+        print(file=file)
+    for line in _caption(rows, ceiling):
+        print(line, file=file)
+
+
+def _tables(rows: Iterable[dict]) -> dict[tuple, list[dict]]:
+    """Rows by what a table has in common: everything but shape and peer; the duel stands alone."""
+    found: dict[tuple, list[dict]] = {}
+    for row in rows:
+        key = (row["op"], row["dtype"], row["precision"], row["epilogue"], row["layout"], row["peer"] == "cpu")
+        found.setdefault(key, []).append(row)
+    return found
+
+
+def _table(key: tuple, rows: list[dict], means: list[dict]) -> Table:
+    op, dtype, precision, epilogue, layout, _ = key
+    title = " ".join(part for part in (op, dtype, precision, layout, "" if epilogue == "none" else epilogue) if part)
+    table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False, title=title, title_justify="left")
+    peers = list(dict.fromkeys(row["peer"] for row in rows))
+    by_shape: dict[tuple, list[dict]] = {}
+    for row in rows:
+        by_shape.setdefault(tuple(row["shape"]), []).append(row)
+    lines = [_cells(members, peers) for members in by_shape.values()]
+    for name, field in (("geometric mean", "ratio"), ("2048³ and above", "ratio_from_2048")):
+        mean_of = {mean["peer"]: mean[field] for mean in means if _key(mean) == key[:5]}
+        if len(by_shape) > 1 and any(mean_of.get(peer) for peer in peers):
+            lines.append({"M, N, K": name} | {_heading(peer, "ratio"): _ratio(mean_of.get(peer)) for peer in peers})
+    # a column without a figure (the host's time on a CPU) is left out
+    headings = [heading for heading in lines[0] if any(line.get(heading, _MISSING) != _MISSING for line in lines)]
+    for heading in headings:
+        table.add_column(heading, justify="left" if heading in ("M, N, K", "tier") else "right")
+    for line in lines:
+        table.add_row(*(Text(line.get(heading, "")) for heading in headings), style="" if "tier" in line else "bold")
+    return table
+
+
+def _key(mean: dict) -> tuple:
+    return mean["op"], mean["dtype"], mean["precision"], mean["epilogue"], mean["layout"]
+
+
+def _heading(peer: str, what: str) -> str:
+    return f"{peer}\n{what}"
+
+
+def _cells(rows: list[dict], peers: list[str]) -> dict[str, str]:
+    """A line of the table, by heading: the rows of one shape, whose own figures are the same in all."""
+    first, by_peer = rows[0], {row["peer"]: row for row in rows}
+    wrong, share, error = not first["correct"], first["percent_of_ceiling"], first["error"]
+    cells = {
+        "M, N, K": ", ".join(map(str, first["shape"])),
+        "tier": first["tier"],
+        "µs": "WRONG" if wrong else _number(first["us"]),
+        "p10-p90": _MISSING if wrong else f"{_number(first['us_p10'])}-{_number(first['us_p90'])}",
+        "TFLOP/s": _number(first["tflops"]),
+        "GB/s": _number(first["gbps"]),
+        "of ceiling": _MISSING if share is None else f"{share:.1f} %",
+    }
+    for peer in peers:
+        row = by_peer.get(peer, {})
+        cells |= {_heading(peer, "µs"): _number(row.get("peer_us")), _heading(peer, "ratio"): _ratio(row.get("ratio"))}
+    host = next((row["peer_host_us"] for row in rows if row["peer_host_us"]), None)
+    both = first["host_us"] and host
+    return cells | {
+        "error": "not finite" if error is None else f"{error:.1e}",
+        "host µs\nours / peer": f"{_number(first['host_us'])} / {_number(host)}" if both else _MISSING,
+    }
+
+
+def _number(value: float | None) -> str:
+    if value is None:
+        return _MISSING
+    return f"{value:,.0f}" if value >= 1000 else f"{value:.3g}"
+
+
+def _ratio(value: float | None) -> str:
+    return _MISSING if value is None else f"{value:.3f}x"
+
+
+def _caption(rows: list[dict], ceiling: str | None) -> list[str]:
+    lines = [_TIMERS[timer] for timer in dict.fromkeys(row["timer"] for row in rows) if timer in _TIMERS]
+    lines.append("Ratio: the peer's time over ours, above 1 is faster. Error: ‖out - ref‖ / ‖ref‖ against float64.")
+    if any(row["peer"].startswith("torch_eager") for row in rows):
+        lines.append("torch_eager: F.linear and relu, two kernels in one graph; its launches cost more outside of one.")
+    if any(row["peer"] == "cpu" for row in rows):
+        lines.append("cpu: the same face on the CPU, one run, wall-clock time.")
+    if ceiling:
+        lines.append(f"Percent {ceiling}.")
+    if wrong := sum(not row["correct"] for row in rows):
+        lines.append(f"WRONG: {wrong} rows of kernels whose output is not that of the reference; they are not timed.")
+    return lines
