@@ -1,0 +1,24 @@
+import pytest
+
+from qsparse.bench.shapes import CPU_SHAPES, GPU_SHAPES, LARGEST, parse_shape
+from qsparse.errors import UserError
+
+
+@pytest.mark.parametrize(("text", "shape"), [("4096,1024,784", (4096, 1024, 784)), (" 1, 2 ,3", (1, 2, 3))])
+def test_a_shape_is_three_integers(text, shape):
+    assert parse_shape(text) == shape
+
+
+@pytest.mark.parametrize(
+    "text", ["", "4096", "1,2", "1,2,3,4", "0,1,1", "-1,2,3", "a,b,c", "1.5,2,3", "1_0,2,3", "1;2;3"]
+)
+def test_anything_else_is_refused_with_what_came(text):
+    with pytest.raises(UserError, match="--shapes") as error:
+        parse_shape(text)
+    assert repr(text) in str(error.value)
+
+
+def test_no_shape_is_listed_twice():
+    for shapes in (GPU_SHAPES, CPU_SHAPES):
+        assert len(set(shapes)) == len(shapes)
+    assert LARGEST in GPU_SHAPES
