@@ -163,6 +163,19 @@ def test_a_diverged_model_gets_no_variant(run):
     assert not (run / "int8").exists()
 
 
+@pytest.mark.gpu
+def test_the_rows_of_a_gpu_stand_beside_its_peers(run):
+    for result in (
+        quantize_run(run, "int8", device="cuda"),
+        sparsify_run(run, 0.1, "csr", finetune_epochs=1, device="cuda"),
+    ):
+        assert {row["peer"] for row in result.rows} >= {None, "torch_fp32_graph", "torch_fp16_graph"}
+        assert all(row["device"].startswith("cuda") for row in result.rows)
+        _, predictions = evaluate(qsparse.load(result.directory), load_dataset(run).test)
+        _, on_gpu = evaluate(qsparse.load(result.directory, "cuda"), load_dataset(run).to("cuda").test)
+        assert (predictions == on_gpu.cpu()).double().mean() > 0.998
+
+
 # Reports
 
 

@@ -24,6 +24,7 @@ from qsparse.train.progress import Display, say
 
 INPUTS = 784
 CLASSES = 10
+NAMED_DATA = ("mnist", "mnist-5k")
 
 
 @dataclass(frozen=True)
@@ -73,13 +74,14 @@ def train(
     device = resolve_device(config.device)
     dataset = data.load(config.data, config.validation, partial(say, console))
 
-    run = checkpoint.new_run() if out is None else checkpoint.make_directory(out)
-    if replacing:
-        checkpoint.clear_run(run)
     config = dataclasses.replace(
         config, device=device.type, data=_name_again(config.data, dataset), validation=len(dataset.validation)
     )
-    model = _new_model(config)
+    model = _new_model(config).to(device)
+
+    run = checkpoint.new_run() if out is None else checkpoint.make_directory(out)
+    if replacing:
+        checkpoint.clear_run(run)
     checkpoint.write_config(
         run,
         {
@@ -91,7 +93,7 @@ def train(
         model,
     )
     say(console, f"{run}: {_title(config, dataset)}")
-    return _train(run, model.to(device), dataset.to(device), config, FitState(), console)
+    return _train(run, model, dataset.to(device), config, FitState(), console)
 
 
 def resume(given: Mapping[str, Any], *, out: str | Path | None = None, console: Console | None = None) -> TrainedRun:
@@ -165,10 +167,12 @@ def read_train_config(run: Path) -> TrainConfig:
 def load_dataset(run: Path, console: Console | None = None) -> Dataset:
     """Load the very data that `run` was trained with. console: where a fallback or a download is said aloud.
 
+    A directory that is gone by now may stand elsewhere: then it is looked for as by `--data auto`.
     Raises UserError when they are not to be had, or are other data by now: an accuracy on these would mean nothing.
     """
     config = read_train_config(run)
-    dataset = data.load(config.data, config.validation, partial(say, console))
+    here = config.data in NAMED_DATA or Path(config.data).is_dir()
+    dataset = data.load(config.data if here else "auto", config.validation, partial(say, console))
     was, now = checkpoint.read_config(run).get("dataset"), identity(dataset)
     if not isinstance(was, dict) or was.get("digest") != now["digest"]:
         source = was.get("source") if isinstance(was, dict) else "unknown data"
@@ -199,7 +203,7 @@ def _name_again(asked: str, dataset: Dataset) -> str:
     """Return the `--data` that finds `dataset` again from any directory, without the choices that `auto` has."""
     if asked == "auto":
         return dataset.name if dataset.name != "custom" else str(Path(dataset.source).absolute())
-    return asked if asked in ("mnist", "mnist-5k") else str(Path(asked).expanduser().absolute())
+    return asked if asked in NAMED_DATA else str(Path(asked).expanduser().absolute())
 
 
 def _refuse_contradictions(run: Path, config: TrainConfig, given: Mapping[str, Any]) -> None:
@@ -208,7 +212,7 @@ def _refuse_contradictions(run: Path, config: TrainConfig, given: Mapping[str, A
         own = getattr(config, field)
         if field == "hidden":
             value = tuple(value)
-        if field == "data" and value not in ("auto", "mnist", "mnist-5k"):
+        if field == "data" and value not in ("auto", *NAMED_DATA):
             value = str(Path(value).expanduser().absolute())
         if value == own or (field in ("device", "data") and value == "auto"):
             continue
@@ -224,7 +228,10 @@ def _spell(value: object) -> str:
 
 
 def _new_model(config: TrainConfig) -> MLP:
-    return MLP((INPUTS, *config.hidden, CLASSES), seed=config.seed)
+    try:
+        return MLP((INPUTS, *config.hidden, CLASSES), seed=config.seed)
+    except RuntimeError as error:  # PyTorch could not allocate
+        raise UserError(f"--hidden {_spell(config.hidden)} is too large for this machine's memory") from error
 
 
 def _title(config: TrainConfig, dataset: Dataset) -> str:

@@ -1,5 +1,6 @@
 """Whole runs on the 5,000 digits: the directory, going on after an interruption, and what is refused."""
 
+import dataclasses
 import functools
 import json
 import os
@@ -204,6 +205,31 @@ def test_data_that_changed_are_refused(monkeypatch):
         load_dataset(Path("runs/1"))
 
 
+def test_a_data_directory_that_was_moved_is_found_again(monkeypatch):
+    subset, asked = data.load("mnist-5k"), []
+
+    def load(name, validation, say):
+        asked.append(name)
+        return subset
+
+    monkeypatch.setattr(data, "load", load)
+    Path("digits").mkdir()
+    run = train(dataclasses.replace(SMALL, data="digits")).run
+    load_dataset(run)
+    Path("digits").rename("elsewhere")
+    load_dataset(run)
+    assert asked == ["digits", str(Path("digits").absolute()), "auto"]
+
+
+def test_data_that_auto_found_are_named_for_good(monkeypatch):
+    custom = dataclasses.replace(data.load("mnist-5k"), name="custom", source="digits")
+    for dataset, expected in ((custom, str(Path("digits").absolute())), (data.load("mnist-5k"), "mnist-5k")):
+        with monkeypatch.context() as patch:
+            patch.setattr(data, "load", lambda *_, found=dataset: found)
+            trained = train(TrainConfig(hidden=(), epochs=1, device="cpu"))
+        assert trained.config["train"]["data"] == expected
+
+
 def test_identity_sees_one_changed_pixel():
     dataset = data.load("mnist-5k")
     before = identity(dataset)
@@ -260,6 +286,12 @@ def test_nothing_is_left_behind_when_the_data_are_not_there():
     assert list(Path().iterdir()) == []
 
 
+def test_a_network_that_does_not_fit_in_memory_is_refused():
+    with pytest.raises(UserError, match="--hidden 10000000000 is too large for this machine's memory"):
+        train(TrainConfig(hidden=(10**10,), data="mnist-5k", device="cpu"))
+    assert list(Path().iterdir()) == []
+
+
 @pytest.mark.parametrize("out", ["file", "file/below", "/proc/nothing/here"])
 def test_a_directory_that_cannot_be_written_is_refused_before_the_data_are_loaded(monkeypatch, out):
     Path("file").write_text("not a directory")
@@ -274,6 +306,33 @@ def test_a_diverging_run_says_so_and_can_be_told_from_a_finished_one():
         train(TrainConfig(data="mnist-5k", device="cpu", lr=1e30))
     with pytest.raises(UserError, match=r"not done \(0 of 5 epochs\)"):
         checkpoint.load("runs/1")
+
+
+@pytest.mark.gpu
+def test_the_gpu_trains_to_the_accuracy_of_the_cpu(real_data):
+    config = TrainConfig(epochs=2, data=str(real_data))
+    accuracies = [
+        train(dataclasses.replace(config, device=device)).metrics[-1]["test_accuracy"] for device in ("cpu", "cuda")
+    ]
+    assert abs(accuracies[0] - accuracies[1]) <= 0.003
+
+
+@pytest.mark.gpu
+def test_the_gpu_computes_the_weights_of_the_cpu(whole):
+    trained = checkpoint.load(train(dataclasses.replace(SMALL, device="cuda")).run).state_dict()
+    for name, tensor in whole.items():
+        assert (trained[name] - tensor).norm() < 1e-3 * tensor.norm(), name
+
+
+@pytest.mark.gpu
+def test_an_interrupted_run_on_the_gpu_comes_out_bit_for_bit_the_same(monkeypatch):
+    config = dataclasses.replace(SMALL, device="cuda")
+    expected = checkpoint.load(train(config, out="whole").run).state_dict()
+    interrupt_at(monkeypatch, 1, 20)
+    with pytest.raises(KeyboardInterrupt):
+        train(config)
+    resume({}, out="runs/1")
+    assert_same_weights(Path("runs/1"), expected)
 
 
 def snapshot(directory: Path) -> dict[str, bytes]:
