@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 
 import pytest
@@ -38,7 +39,7 @@ def mixed_model() -> models.MLP:
         {
             "fc1": nn.QuantLinear.from_linear(layers["fc1"]),
             "fc2": sparse_layer(layers["fc2"]),
-            "fc3": nn.Linear(30, 20, activation="relu", dtype=torch.bfloat16),
+            "fc3": copy.deepcopy(layers["fc3"]).to(torch.bfloat16),
         }
     )
 
@@ -137,16 +138,16 @@ def mixed_model_reference(images):
 def test_replace_shares_nothing(images):
     model = models.MLP((784, 16, 10))
     layer = nn.QuantLinear.from_linear(model.fc1)
-    copy = model.replace({"fc1": layer})
-    assert isinstance(copy.fc1, nn.QuantLinear)
+    other = model.replace({"fc1": layer})
+    assert isinstance(other.fc1, nn.QuantLinear)
     assert isinstance(model.fc1, nn.Linear)
     before = {name: value.clone() for name, value in model.state_dict().items()}
     with torch.no_grad():
-        for value in copy.state_dict().values():
+        for value in other.state_dict().values():
             value.zero_()
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
     assert (layer.weight != 0).any()
-    assert copy.fc1 is not layer
+    assert other.fc1 is not layer
     with pytest.raises(ValueError, match=r"^no layer named fc3; there are fc1, fc2"):
         model.replace({"fc3": layer})
 

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import re
 import threading
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ProcessPoolExecutor, ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -48,9 +49,13 @@ def nvrtc() -> None:
 
 @pytest.fixture(scope="session")
 def compiled(request: pytest.FixtureRequest, nvrtc):
-    """``compiled(name, arch)`` waits for that kernel; all that this run tests are compiled side by side."""
+    """``compiled(name, arch)`` waits for that kernel; all that this run tests are compiled side by side.
+
+    In processes: NVRTC holds a lock, so threads would only wait for each other.
+    """
     wanted = [item.callspec.params for item in request.session.items if item.name.startswith("test_compiles[")]
-    with ThreadPoolExecutor(min(4, os.cpu_count() or 1)) as pool:
+    spawn = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(min(8, os.cpu_count() or 1), mp_context=spawn) as pool:
         jobs: dict[tuple[str, str], Future] = {
             (name, arch): pool.submit(_load.compile_source, name, SOURCES[name], arch, verbose=True)
             for name, arch in ((params["name"], params["arch"]) for params in wanted)
