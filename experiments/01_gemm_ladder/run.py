@@ -201,7 +201,7 @@ def draw(rows: list[dict]) -> None:
     axes = figure.subplots()
     for place, each in enumerate(rows):
         axes.barh(place, each["tflops"], color=colours[each["dtype"]])
-        axes.text(each["tflops"], place, f" {each['tflops']:.3g}", va="center", fontsize=9)
+        axes.text(each["tflops"], place, f"{each['tflops']:.3g} ", va="center", ha="right", color="white", fontsize=9)
     for dtype, colour in colours.items():
         theirs = [each["tflops"] / each["ratio"] for each in rows if each["dtype"] == dtype and each["ratio"]]
         if theirs:
@@ -209,8 +209,9 @@ def draw(rows: list[dict]) -> None:
     axes.set_yticks(range(len(rows)), [each["rung"] for each in rows], fontsize=9)
     axes.invert_yaxis()
     axes.set_xscale("log")
+    axes.xaxis.set_major_formatter("{x:g}")
     axes.set_xlabel(f"TFLOP/s at {max(SIZES)}³ (logarithmic), {rows[0]['gpu']}")
-    axes.margins(x=0.12)
+    axes.margins(x=0.15)
     axes.spines[["top", "right"]].set_visible(False)
     axes.legend(frameon=False, loc="lower left", bbox_to_anchor=(0, 1), ncols=2)
     figure.savefig(FIGURE)

@@ -149,7 +149,8 @@ def compete(
     measured, seconds = {}, []
     for name, contender in contenders.items():
         with _poisoned() if name in kernels else nullcontext():
-            error = contender.reference.error(contender.call())
+            output = contender.call()
+        error = contender.reference.error(output)
         measured[name] = Measurement(error, error.within(contender.tolerance))
     timed = {name: contender.call for name, contender in contenders.items() if measured[name].correct}
     if not timed:
