@@ -1,9 +1,10 @@
-// y = act(x · wᵀ + bias) on the tensor cores of Ampere and later, by cp.async, ldmatrix and mma.sync. half or bfloat16
-// in and out, sums in float.
+// y = act(alpha · x · wᵀ + bias) on the tensor cores of Ampere and later, by cp.async, ldmatrix and mma.sync. half or
+// bfloat16 in and out, sums in float.
 //
 //   x (M, K), w (N, K), y (M, N) row-major, bias (N,) or null. X_K / W_K false: that operand lies transposed in
 //   memory, (K, M) or (K, N), as the backward products need it. ldx, ldw: distance between lines in elements.
-//   Lines are 16-byte aligned and whole 16-byte chunks long (K % 8 == 0 for a K-major operand, M or N % 8 == 0 else).
+//   Lines of x and w start on 16 bytes and are whole 16-byte chunks long: K % 8 == 0 for a K-major operand, for a
+//   transposed one M % 8 == 0 or N % 8 == 0.
 //
 // The ideas, outermost first:
 //   tiles and groups      a block computes a BM x BN tile of y. Blocks are numbered down groups of neighbouring tile
@@ -101,7 +102,8 @@ template <typename T, bool X_K, bool W_K, int BM, int BN, int BK, int WM, int WN
 __global__ void __launch_bounds__(Config<BM, BN, BK, WM, WN, STAGES>::THREADS,
                                   Config<BM, BN, BK, WM, WN, STAGES>::BLOCKS)
 gemm_sm80(const T* __restrict__ x, long long ldx, const T* __restrict__ w, long long ldw, const T* __restrict__ bias,
-          T* __restrict__ y, float* __restrict__ sums, int M, int N, int K, int relu, int group, int split) {
+          T* __restrict__ y, float* __restrict__ sums, int M, int N, int K, float alpha, int relu, int group,
+          int split) {
     using C = Config<BM, BN, BK, WM, WN, STAGES>;
     extern __shared__ __align__(128) char shared[];
     const unsigned stages = shared_address(shared);
@@ -208,13 +210,14 @@ gemm_sm80(const T* __restrict__ x, long long ldx, const T* __restrict__ w, long 
         for (int i = 0; i < WM / 16; ++i)
 #pragma unroll
             for (int h = 0; h < 2; ++h) {
-                float even = acc[i][j][h * 2] + low, odd = acc[i][j][h * 2 + 1] + high;
+                float even = fmaf(alpha, acc[i][j][h * 2], low), odd = fmaf(alpha, acc[i][j][h * 2 + 1], high);
                 if (relu) even = relu_of(even), odd = relu_of(odd);
                 *reinterpret_cast<unsigned*>(mine + swizzled<WN * 2>(i * 16 + g + h * 8, j) + t * 4) =
                     pack<T>(even, odd);
             }
     }
     __syncwarp();
+    const bool aligned = N % CHUNK == 0 && reinterpret_cast<unsigned long long>(y) % 16 == 0;  // every row of y
     constexpr int CHUNKS = WN / CHUNK, ROWS = WARP / CHUNKS;  // rows that a warp stores at once
 #pragma unroll
     for (int r = 0; r < WM; r += ROWS) {
@@ -223,7 +226,7 @@ gemm_sm80(const T* __restrict__ x, long long ldx, const T* __restrict__ w, long 
         if (m >= M || n >= N) continue;
         const char* const from = mine + swizzled<WN * 2>(row, chunk);
         T* const at = y + static_cast<long long>(m) * N + n;
-        if (N % CHUNK == 0) {  // then every row of y is 16-byte aligned
+        if (aligned) {
             *reinterpret_cast<uint4*>(at) = *reinterpret_cast<const uint4*>(from);
         } else {
 #pragma unroll 1
@@ -232,15 +235,15 @@ gemm_sm80(const T* __restrict__ x, long long ldx, const T* __restrict__ w, long 
     }
 }
 
-// y = act(the sum of `split` partial products + bias), always added in the same order.
+// y = act(alpha · the sum of `split` partial products + bias), always added in the same order.
 template <typename T>
 __global__ void __launch_bounds__(256)
 gemm_sm80_sum(const float* __restrict__ sums, const T* __restrict__ bias, T* __restrict__ y, long long M, int N,
-              int relu, int split) {
+              float alpha, int relu, int split) {
     const long long size = M * N, i = static_cast<long long>(blockIdx.x) * blockDim.x + threadIdx.x;
     if (i >= size) return;
     float sum = 0.0f;
     for (int part = 0; part < split; ++part) sum += sums[part * size + i];
-    if (bias) sum += to_float(bias[i % N]);
+    sum = fmaf(alpha, sum, bias ? to_float(bias[i % N]) : 0.0f);
     y[i] = from_float<T>(relu ? relu_of(sum) : sum);
 }

@@ -80,10 +80,11 @@ INSTANCES = (
 
 
 def supports(x: torch.Tensor, x_k_major: bool, ldx: int, w: torch.Tensor, w_k_major: bool, ldw: int) -> bool:
-    """Whether the kernel can read these operands (as :func:`run` takes them): 16-bit values in aligned 16-byte chunks.
+    """Whether the kernel can read these operands, given as :func:`launch_gemm` takes them.
 
-    So K must be a multiple of 8 for a K-major operand, its rows' number for a transposed one, and ``ldx``, ``ldw``
-    and the addresses multiples of 8 elements. The device must be of compute capability 8.0 or newer.
+    It copies 16-bit values in aligned chunks of 16 bytes. So K must be a multiple of 8 for a K-major operand, the
+    number of rows for a transposed one, and the addresses, ``ldx`` and ``ldw`` multiples of 8 elements. The device
+    must be of compute capability 8.0 or newer.
     """
     (m, k), n = x.shape, w.shape[0]
     return (
@@ -97,7 +98,7 @@ def supports(x: torch.Tensor, x_k_major: bool, ldx: int, w: torch.Tensor, w_k_ma
     )
 
 
-def run(
+def launch_gemm(
     x: torch.Tensor,
     x_k_major: bool,
     ldx: int,
@@ -105,13 +106,15 @@ def run(
     w_k_major: bool,
     ldw: int,
     bias: torch.Tensor | None,
+    y: torch.Tensor,
     *,
     relu: bool,
+    alpha: float = 1.0,
     config: Config | None = None,
     split: int | None = None,
     group: int | None = None,
-) -> torch.Tensor:
-    """``y = act(x @ w.T + bias)`` (M, N) in the dtype of ``x``, on its CUDA device; see :func:`supports`.
+) -> None:
+    """Launch ``y = act(alpha * x @ w.T + bias)`` on the device of ``x``; see :func:`supports`.
 
     Parameters
     ----------
@@ -120,7 +123,9 @@ def run(
         Whether that operand's rows are contiguous; otherwise its columns are.
     ldx, ldw : int
         Stride of the other dimension, in elements.
-    bias : (N,) contiguous, or None
+    bias : (N,) contiguous, dtype of ``x``, or None
+    y : (M, N) row-major, dtype of ``x``
+        Written whole.
     config, split, group
         The tile, the number of blocks that share a tile and divide K, and how many rows of tiles run together;
         chosen by shape and device where None.
@@ -132,18 +137,15 @@ def run(
         config, best_split = choose(m, n, k, *_limits(x.device.index))
         split = split or best_split
     split = split or 1
-    y = torch.empty((m, n), dtype=x.dtype, device=x.device)
     sums = torch.empty((split, m, n), dtype=torch.float32, device=x.device) if split > 1 else None
-    bias_address = 0 if bias is None else bias.data_ptr()
+    sums_address, bias_address = (0 if a is None else a.data_ptr() for a in (sums, bias))
+    operands = (x.data_ptr(), ldx, w.data_ptr(), ldw, bias_address, y.data_ptr(), sums_address)
     launch(
         x.device,
         SOURCE,
         config.instance(x.dtype, x_k_major, w_k_major),
-        "PqPqPPPiiiiii",
-        (
-            *(x.data_ptr(), ldx, w.data_ptr(), ldw, bias_address, y.data_ptr(), 0 if sums is None else sums.data_ptr()),
-            *(m, n, k, relu, group or max(1, _GROUP_ROWS // config.bm), split),
-        ),
+        "PqPqPPPiiifiii",
+        (*operands, m, n, k, alpha, relu, group or max(1, _GROUP_ROWS // config.bm), split),
         grid=config.tiles(m, n) * split,
         block=32 * config.warps,
         shared=config.shared,
@@ -153,12 +155,11 @@ def run(
             x.device,
             SOURCE,
             f"gemm_sm80_sum<{_C[x.dtype]}>",
-            "PPPqiii",
-            (sums.data_ptr(), bias_address, y.data_ptr(), m, n, relu, split),
+            "PPPqifii",
+            (sums_address, bias_address, y.data_ptr(), m, n, alpha, relu, split),
             grid=-(-m * n // _SUM_BLOCK),
             block=_SUM_BLOCK,
         )
-    return y
 
 
 @functools.cache
