@@ -41,6 +41,12 @@ class Layout(enum.StrEnum):
     tn = "tn"
 
 
+class Tier(enum.StrEnum):
+    simt = "simt"
+    sm80 = "sm80"
+    sm90 = "sm90"
+
+
 @app.callback()
 def _bench() -> None:
     """Keeps `gemm` a command of its own while it is the only one."""
@@ -68,6 +74,9 @@ def gemm(
     device: Annotated[Device, typer.Option(help="auto takes the GPU when there is one and CuPy is installed.")] = (
         Device.auto
     ),
+    tier: Annotated[
+        Tier | None, typer.Option(show_default="the best that the card has", help="Time this tier of ours instead.")
+    ] = None,
     duel: Annotated[
         bool | None,
         typer.Option(
@@ -113,7 +122,15 @@ def gemm(
     from qsparse.bench.tables import show
     from qsparse.device import resolve_device
 
-    result = bench(resolve_device(device.value), **chosen, duel=duel, repetitions=repetitions, out=out, say=say)
+    result = bench(
+        resolve_device(device.value),
+        **chosen,
+        tier=tier.value if tier else None,
+        duel=duel,
+        repetitions=repetitions,
+        out=out,
+        say=say,
+    )
     show(result.rows, result.means, result.ceiling, text)
     if out:
         print(f"rows: {out}", file=text)

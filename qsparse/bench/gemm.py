@@ -11,7 +11,7 @@ import functools
 import inspect
 import time
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 import torch
@@ -35,6 +35,9 @@ from qsparse.bench.harness import (
 from qsparse.bench.peers import pytorch
 from qsparse.bench.shapes import CPU_SHAPES, DUEL, GPU_SHAPES, LARGEST, Shape
 from qsparse.errors import UserError
+from qsparse.kernels import _gemm_sm90
+from qsparse.kernels._load import multiprocessors
+from qsparse.kernels.gemm import _pick, matrix
 from qsparse.measure import _environment
 
 DTYPES = ("float16", "bfloat16", "float32", "int8")
@@ -113,17 +116,30 @@ def _tolerance(dtype: str, precision: str | None):
     return TOLERANCES["tf32" if precision == "high" else dtype]
 
 
-def _kernel(given: Problem, variant: Variant) -> Call:
-    """The call of our face for a variant of the problem."""
+def _kernel(given: Problem, variant: Variant, tier: str | None = None) -> Call:
+    """The call of our face for a variant of the problem, in a tier of its own choice (None) or in the one named."""
     fused = variant.epilogue == "bias_relu"
     bias = given.bias if fused else None
     if given.dtype == "int8":
         (qa, scale_a), (qb, scale_b) = kernels.quantize_rows(given.a), kernels.quantize_rows(given.b)
         return Call(functools.partial(kernels.gemm_int8, qa, qb, scale_a, scale_b, bias, relu=fused))
-    options = {"relu": fused}
+    options = {"relu": fused} | ({} if tier is None else {"tier": tier})
     if variant.precision is not None and len(precisions(given.dtype)) > 1:
         options["precision"] = variant.precision
     return Call(functools.partial(kernels.gemm, given.a, given.b, bias, **options))
+
+
+def _plan(given: Problem, tier: str | None) -> tuple[str, dict | None]:
+    """The tier that runs the problem, and the configuration that it takes there (None where there is no choice)."""
+    device = given.a.device
+    if given.dtype == "int8" or device.type == "cpu":
+        return (kernels.gemm_int8 if given.dtype == "int8" else kernels.gemm).tier(device), None
+    (a, a_k, lda), (b, b_k, ldb) = matrix(given.a), matrix(given.b)
+    (m, k), n = a.shape, b.shape[0]
+    tier = _pick(tier, kernels.gemm.tier(device), (a, a_k, lda, b, b_k, ldb, None), n)
+    if tier == "sm90":
+        return tier, asdict(_gemm_sm90.choose(m, n, k, a.dtype, a_k, b_k, *multiprocessors(device.index)))
+    return tier, None
 
 
 def _reference(given: Problem, variant: Variant) -> Reference:
@@ -184,7 +200,11 @@ class Ceilings:
 
 
 def measure_problem(
-    given: Problem, variants: Iterable[Variant], environment: dict, repetitions: int = REPETITIONS
+    given: Problem,
+    variants: Iterable[Variant],
+    environment: dict,
+    repetitions: int = REPETITIONS,
+    tier: str | None = None,
 ) -> list[dict]:
     """Check and time the variants and their peers in one interleaved run; a row for each variant and peer."""
     ours, theirs, pairs = {}, {}, []
@@ -194,17 +214,17 @@ def measure_problem(
             references[variant.epilogue] = _reference(given, variant)
         reference = references[variant.epilogue]
         tolerance = _tolerance(given.dtype, variant.precision)
-        ours[variant.name] = Contender(_kernel(given, variant), reference, tolerance)
+        ours[variant.name] = Contender(_kernel(given, variant, tier), reference, tolerance)
         for peer, contender in _peers(given, variant, reference).items():
             key = f"{peer} {variant.epilogue}"
             theirs.setdefault(key, contender)  # float32's SGEMM stands beside more than one variant
             pairs.append((variant, peer, key))
     measured, telemetry = compete(ours, theirs, given.a.device, repetitions)
-    face = kernels.gemm_int8 if given.dtype == "int8" else kernels.gemm
+    ran, config = _plan(given, tier)
     return [
         row(
             op="gemm_int8" if given.dtype == "int8" else "gemm",
-            tier=face.tier(given.a.device),
+            tier=ran,
             dtype=given.dtype,
             shape=given.shape,
             kernel=measured[variant.name],
@@ -216,6 +236,7 @@ def measure_problem(
             layout=given.layout,
             epilogue=variant.epilogue,
             precision=variant.precision,
+            config=config,
             **telemetry,
         )
         for variant, peer, key in pairs
@@ -245,6 +266,7 @@ def bench(
     dtypes: Iterable[str] = (),
     shapes: Iterable[Shape] = (),
     layouts: Iterable[str] = ("nt",),
+    tier: str | None = None,
     duel: bool | None = None,
     repetitions: int = REPETITIONS,
     out: Path | None = None,
@@ -252,8 +274,9 @@ def bench(
 ) -> Result:
     """Measure every dtype, layout and shape on `device` (nothing given: those that make sense there).
 
-    `duel` adds the product of 4096³ in float32 on the CPU against the GPU (None: where there is a GPU). Rows are
-    appended to `out` as they come, `say` hears what is being measured.
+    `tier` takes that tier of ours instead of the best one. `duel` adds the product of 4096³ in float32 on the CPU
+    against the GPU (None: where there is a GPU). Rows are appended to `out` as they come, `say` hears what is being
+    measured.
 
     Raises UserError for what this device does not do, before anything runs.
     """
@@ -262,6 +285,8 @@ def bench(
     shapes, layouts = tuple(shapes) or (GPU_SHAPES if on_gpu else CPU_SHAPES), tuple(layouts)
     if on_gpu and "int8" in dtypes:
         raise UserError("--dtype int8 is compared on the CPU only: add --device cpu, or leave it out")
+    if tier and not on_gpu:
+        raise UserError(f"--tier {tier} is of the GPU's kernels, and this runs on the CPU: leave it out")
     if duel and not on_gpu:
         raise UserError("--duel sets the CPU against a GPU, and this runs on the CPU: leave it out")
     if set(layouts) != {"nt"} and "int8" in dtypes:
@@ -280,8 +305,8 @@ def bench(
         for layout, shape in _order(layouts, shapes):
             say(f"{dtype} {layout} {','.join(map(str, shape))}")
             if ceilings and not ceilings.know(dtype) and (layout, shape) != ("nt", LARGEST):
-                ceilings.learn(_measure(LARGEST, dtype, "nt", device, environment, 20, ("none",)))
-            measured = _measure(shape, dtype, layout, device, environment, repetitions)
+                ceilings.learn(_measure(LARGEST, dtype, "nt", device, environment, 20, epilogues=("none",)))
+            measured = _measure(shape, dtype, layout, device, environment, repetitions, tier)
             if ceilings:
                 ceilings.learn(measured)
             keep(each | (ceilings.share(each) if ceilings else _NO_CEILING) for each in measured)
@@ -307,14 +332,14 @@ def _order(layouts: Iterable[str], shapes: Iterable[Shape]) -> Iterator[tuple[st
     yield from sorted(pairs, key=lambda pair: pair != ("nt", LARGEST))
 
 
-def _measure(shape, dtype, layout, device, environment, repetitions, epilogues=EPILOGUES) -> list[dict]:
+def _measure(shape, dtype, layout, device, environment, repetitions, tier=None, epilogues=EPILOGUES) -> list[dict]:
     variants = [
         Variant(epilogue, precision)
         for precision in precisions(dtype)
         for epilogue in epilogues
         if epilogue == "none" or layout == "nt"
     ]
-    return measure_problem(problem(shape, dtype, layout, device), variants, environment, repetitions)
+    return measure_problem(problem(shape, dtype, layout, device), variants, environment, repetitions, tier)
 
 
 def run_duel(device: torch.device, environment: dict, shape: Shape = DUEL) -> list[dict]:
@@ -338,7 +363,7 @@ def run_duel(device: torch.device, environment: dict, shape: Shape = DUEL) -> li
     return [
         row(
             op="gemm",
-            tier=kernels.gemm.tier(device),
+            tier=_plan(given, None)[0],
             dtype="float32",
             shape=shape,
             kernel=measured[variant.name],

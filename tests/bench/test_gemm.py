@@ -151,6 +151,7 @@ def test_rows_are_appended_to_the_file(tmp_path):
         ["--layout", "tt"],
         ["--repetitions", "0"],
         ["--device", "cpu", "--duel"],
+        ["--device", "cpu", "--tier", "sm80"],
         ["--device", "cpu", "--dtype", "int8", "--layout", "nn"],
         ["--device", "cpu", "--tune"],
     ],
@@ -245,6 +246,8 @@ def test_a_run_on_the_gpu():
     for row in rows:
         assert row["correct"]
         assert row["repetitions"] == 50
+        assert row["tier"] == kernels.gemm.tier(device)
+        assert (row["config"] is None) == (row["tier"] != "sm90")
         assert row["us"] > 0
         assert row["host_us"] > 0
         assert row["peer_host_us"] > 0
