@@ -8,10 +8,9 @@ All three are 2·M·N·K operations.
 from __future__ import annotations
 
 import functools
-import inspect
 import time
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
@@ -35,9 +34,6 @@ from qsparse.bench.harness import (
 from qsparse.bench.peers import pytorch
 from qsparse.bench.shapes import CPU_SHAPES, DUEL, GPU_SHAPES, LARGEST, Shape
 from qsparse.errors import UserError
-from qsparse.kernels import _gemm_sm90
-from qsparse.kernels._load import multiprocessors
-from qsparse.kernels.gemm import _pick, matrix
 from qsparse.measure import _environment
 
 DTYPES = ("float16", "bfloat16", "float32", "int8")
@@ -105,11 +101,13 @@ class Variant:
         return f"qsparse {self.precision or ''} {self.epilogue}"
 
 
-def precisions(dtype: str) -> tuple[str | None, ...]:
-    """The float32 precisions that the face offers, the plain one first; (None,) for the other dtypes."""
+def precisions(dtype: str, device: torch.device, tier: str | None = None) -> tuple[str | None, ...]:
+    """The float32 precisions that differ on the device (in the tier), the plain one first; (None,) for other dtypes."""
     if dtype != "float32":
         return (None,)
-    return ("ieee", "highest", "high") if "precision" in inspect.signature(kernels.gemm).parameters else ("ieee",)
+    if device.type == "cpu" or tier in ("simt", "sm80"):
+        return ("ieee",)
+    return ("highest", "high") if tier == "sm90" else ("ieee", "highest", "high")
 
 
 def _tolerance(dtype: str, precision: str | None):
@@ -124,22 +122,9 @@ def _kernel(given: Problem, variant: Variant, tier: str | None = None) -> Call:
         (qa, scale_a), (qb, scale_b) = kernels.quantize_rows(given.a), kernels.quantize_rows(given.b)
         return Call(functools.partial(kernels.gemm_int8, qa, qb, scale_a, scale_b, bias, relu=fused))
     options = {"relu": fused} | ({} if tier is None else {"tier": tier})
-    if variant.precision is not None and len(precisions(given.dtype)) > 1:
+    if variant.precision is not None:
         options["precision"] = variant.precision
     return Call(functools.partial(kernels.gemm, given.a, given.b, bias, **options))
-
-
-def _plan(given: Problem, tier: str | None) -> tuple[str, dict | None]:
-    """The tier that runs the problem, and the configuration that it takes there (None where there is no choice)."""
-    device = given.a.device
-    if given.dtype == "int8" or device.type == "cpu":
-        return (kernels.gemm_int8 if given.dtype == "int8" else kernels.gemm).tier(device), None
-    (a, a_k, lda), (b, b_k, ldb) = matrix(given.a), matrix(given.b)
-    (m, k), n = a.shape, b.shape[0]
-    tier = _pick(tier, kernels.gemm.tier(device), (a, a_k, lda, b, b_k, ldb, None), n)
-    if tier == "sm90":
-        return tier, asdict(_gemm_sm90.choose(m, n, k, a.dtype, a_k, b_k, *multiprocessors(device.index)))
-    return tier, None
 
 
 def _reference(given: Problem, variant: Variant) -> Reference:
@@ -220,11 +205,9 @@ def measure_problem(
             theirs.setdefault(key, contender)  # float32's SGEMM stands beside more than one variant
             pairs.append((variant, peer, key))
     measured, telemetry = compete(ours, theirs, given.a.device, repetitions)
-    ran, config = _plan(given, tier)
     return [
         row(
             op="gemm_int8" if given.dtype == "int8" else "gemm",
-            tier=ran,
             dtype=given.dtype,
             shape=given.shape,
             kernel=measured[variant.name],
@@ -236,7 +219,6 @@ def measure_problem(
             layout=given.layout,
             epilogue=variant.epilogue,
             precision=variant.precision,
-            config=config,
             **telemetry,
         )
         for variant, peer, key in pairs
@@ -335,17 +317,23 @@ def _order(layouts: Iterable[str], shapes: Iterable[Shape]) -> Iterator[tuple[st
 def _measure(shape, dtype, layout, device, environment, repetitions, tier=None, epilogues=EPILOGUES) -> list[dict]:
     variants = [
         Variant(epilogue, precision)
-        for precision in precisions(dtype)
+        for precision in precisions(dtype, device, tier)
         for epilogue in epilogues
         if epilogue == "none" or layout == "nt"
     ]
-    return measure_problem(problem(shape, dtype, layout, device), variants, environment, repetitions, tier)
+    given = problem(shape, dtype, layout, device)
+    try:
+        return measure_problem(given, variants, environment, repetitions, tier)
+    except ValueError as error:
+        if tier is None:
+            raise
+        raise UserError(f"--tier {tier} with {dtype} {layout} {','.join(map(str, shape))}: {error}") from error
 
 
 def run_duel(device: torch.device, environment: dict, shape: Shape = DUEL) -> list[dict]:
     """The same face, float32, on the CPU (one run, wall-clock) and on the GPU."""
     given = problem(shape, "float32", "nt", device)
-    variants = [Variant("none", precision) for precision in precisions("float32")]
+    variants = [Variant("none", precision) for precision in precisions("float32", device)]
     reference = _reference(given, variants[0])
     contenders = {
         variant.name: Contender(_kernel(given, variant), reference, _tolerance("float32", variant.precision))
@@ -363,7 +351,6 @@ def run_duel(device: torch.device, environment: dict, shape: Shape = DUEL) -> li
     return [
         row(
             op="gemm",
-            tier=_plan(given, None)[0],
             dtype="float32",
             shape=shape,
             kernel=measured[variant.name],

@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from qsparse.bench.telemetry import Telemetry, watch
+from qsparse.kernels import _load
 from qsparse.timing import graph_times, percentile, wall_times
 
 REPETITIONS = 100
@@ -123,7 +124,10 @@ class Contender:
 
 @dataclass(frozen=True)
 class Measurement:
-    """What came out for one contender. Times in microseconds, None where there are none (a wrong output has none)."""
+    """What came out for one contender. Times in microseconds, None where there are none (a wrong output has none).
+
+    `launches` names our kernels that ran, as SOURCE:INSTANCE with every template parameter: the configuration.
+    """
 
     error: Error
     correct: bool
@@ -132,6 +136,13 @@ class Measurement:
     us_p90: float | None = None
     repetitions: int = 0
     host_us: float | None = None
+    launches: tuple[str, ...] = ()
+
+    @property
+    def tier(self) -> str:
+        """The best tier among the kernels that ran; `cpu` where none did."""
+        tiers = {_load.tier_of(launch.partition(":")[0]) for launch in self.launches}
+        return next((tier for tier in ("sm90", "sm80", "simt") if tier in tiers), "cpu")
 
 
 def compete(
@@ -148,10 +159,10 @@ def compete(
     contenders = kernels | peers
     measured, seconds = {}, []
     for name, contender in contenders.items():
-        with _poisoned() if name in kernels else nullcontext():
+        with _poisoned() if name in kernels else nullcontext(), _launches() as launches:
             output = contender.call()
         error = contender.reference.error(output)
-        measured[name] = Measurement(error, error.within(contender.tolerance))
+        measured[name] = Measurement(error, error.within(contender.tolerance), launches=tuple(launches))
     timed = {name: contender.call for name, contender in contenders.items() if measured[name].correct}
     if not timed:
         return measured, Telemetry().fields()
@@ -166,7 +177,7 @@ def compete(
     for name, times in samples.items():
         error = contenders[name].reference.error(outputs[name])
         if not error.within(contenders[name].tolerance):  # right alone, wrong in the timed run
-            measured[name] = Measurement(error, False)
+            measured[name] = replace(measured[name], error=error, correct=False)
             continue
         measured[name] = replace(
             measured[name],
@@ -190,6 +201,23 @@ def _poisoned() -> Iterator[None]:
     finally:
         torch.use_deterministic_algorithms(before[0])
         torch.utils.deterministic.fill_uninitialized_memory = before[1]
+
+
+@contextlib.contextmanager
+def _launches() -> Iterator[list[str]]:
+    """Note every kernel of ours that is launched inside: what ran, not what the face should have chosen."""
+    seen: list[str] = []
+    function = _load._function
+
+    def note(device: int, source: str, instance: str, *rest):
+        seen.append(f"{Path(source).name}:{instance}")
+        return function(device, source, instance, *rest)
+
+    _load._function = note
+    try:
+        yield seen
+    finally:
+        _load._function = function
 
 
 def _seconds(call: Call) -> float:
@@ -242,7 +270,6 @@ def copy_gbps(device: torch.device) -> float:
 def row(
     *,
     op: str,
-    tier: str,
     dtype: str,
     shape: tuple[int, int, int],
     kernel: Measurement,
@@ -252,12 +279,14 @@ def row(
     nbytes: int,
     environment: dict,
     density: float | None = None,
+    tier: str | None = None,
     **more: object,
 ) -> dict:
     """One measurement as a JSON-able row: our `kernel` beside the `peer` measured as `against`.
 
     Args:
         shape: M, N, K of the layer. flop, nbytes: the work, and what must be read and written at least.
+        tier: where it does not follow from the kernels that were launched.
         environment: the fields of `qsparse.measure` that say where and when.
         more: fields of this benchmark, added as they are.
 
@@ -268,7 +297,7 @@ def row(
     both = us and against.us
     return {
         "op": op,
-        "tier": tier,
+        "tier": tier or kernel.tier,
         "dtype": dtype,
         "shape": list(shape),
         "density": density,
@@ -284,6 +313,7 @@ def row(
         "peer_error": _finite(against.error.norm),
         "tflops": round(flop / us / 1e6, 3) if us else None,
         "gbps": round(nbytes / us / 1e3, 2) if us else None,
+        "launches": list(kernel.launches),
         "repetitions": kernel.repetitions,
         "host_us": kernel.host_us,
         "peer_host_us": against.host_us,

@@ -6,6 +6,7 @@ import torch
 
 from qsparse.bench import harness
 from qsparse.bench.harness import Call, Contender, Error, Measurement, Reference, Tolerance
+from qsparse.kernels import _load
 
 CPU = torch.device("cpu")
 TIGHT = Tolerance(1e-6, 1e-6)
@@ -112,6 +113,31 @@ def test_an_output_that_is_not_written_shows():
     assert not torch.are_deterministic_algorithms_enabled()
 
 
+def test_the_tier_is_that_of_the_kernels_that_were_launched(monkeypatch):
+    monkeypatch.setattr(_load, "_function", lambda *arguments: lambda *launch: None)
+    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda index: 0, raising=False)
+    monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: 0, raising=False)
+
+    def kernel(*sources):
+        def call():
+            for source in sources:
+                _load.launch(torch.device("cuda", 0), source, "name<1>", "", (), grid=1, block=1)
+            return torch.ones(1, 1)
+
+        return Contender(Call(call), Reference(torch.ones(1, 1, dtype=torch.float64)), TIGHT)
+
+    kernels = {"none": kernel(), "one": kernel("a_sm80.cu"), "both": kernel("a_split.cu", "/b/a_sm90.cu")}
+    function = _load._function
+    measured, _ = harness.compete(kernels, {}, CPU)
+    assert _load._function is function
+    assert {name: measurement.tier for name, measurement in measured.items()} == {
+        "none": "cpu",
+        "one": "sm80",
+        "both": "sm90",
+    }
+    assert measured["both"].launches == ("a_split.cu:name<1>", "a_sm90.cu:name<1>")
+
+
 def test_slow_calls_are_repeated_less():
     assert harness._repetitions(100, [0.004, 0.005]) == 100
     assert harness._repetitions(100, [0.02, 0.04]) == 50
@@ -120,15 +146,18 @@ def test_slow_calls_are_repeated_less():
 
 
 def test_the_ratio_is_the_peers_time_over_ours_and_wrong_ones_have_none():
-    ours = Measurement(Error(1e-7, 1e-7), True, us=10.0, us_p10=9.0, us_p90=12.0, repetitions=50)
+    ours = Measurement(
+        Error(1e-7, 1e-7), True, us=10.0, us_p10=9.0, us_p90=12.0, repetitions=50, launches=("gemm_simt.cu:gemm",)
+    )
     peer = Measurement(Error(2e-7, 1e-7), True, us=15.0)
-    common = {"op": "gemm", "tier": "simt", "dtype": "float32", "shape": (1, 2, 3), "peer": "cublas"}
+    common = {"op": "gemm", "dtype": "float32", "shape": (1, 2, 3), "peer": "cublas"}
     common |= {"flop": 12_000_000, "nbytes": 5000, "environment": {"gpu": None}}
     row = harness.row(kernel=ours, against=peer, layout="nt", **common)
     assert row["ratio"] == 1.5
     assert (row["tflops"], row["gbps"]) == (1.2, 0.5)
     assert (row["error"], row["peer_error"]) == (1e-7, 2e-7)
     assert (row["shape"], row["layout"], row["density"]) == ([1, 2, 3], "nt", None)
+    assert (row["tier"], row["launches"]) == ("simt", ["gemm_simt.cu:gemm"])
 
     wrong = Measurement(Error(math.nan, math.nan), False)
     for kernel, against in ((wrong, peer), (ours, wrong)):
