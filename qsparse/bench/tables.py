@@ -48,8 +48,9 @@ def _tables(rows: Iterable[dict]) -> dict[tuple, list[dict]]:
 
 
 def _table(key: tuple, rows: list[dict], means: list[dict]) -> Table:
-    op, dtype, precision, epilogue, layout, _ = key
-    title = " ".join(part for part in (op, dtype, precision, layout, "" if epilogue == "none" else epilogue) if part)
+    op, dtype, precision, epilogue, layout, duel = key
+    parts = (op, dtype, precision, layout, "" if epilogue == "none" else epilogue, "GPU against CPU" if duel else "")
+    title = " ".join(part for part in parts if part)
     table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False, title=title, title_justify="left")
     peers = list(dict.fromkeys(row["peer"] for row in rows))
     by_shape: dict[tuple, list[dict]] = {}

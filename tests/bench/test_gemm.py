@@ -254,7 +254,7 @@ def test_a_run_on_the_gpu():
         assert row["correct"]
         assert row["repetitions"] == 50
         assert row["tier"] == kernels.gemm.tier(device)
-        assert len(row["launches"]) == 1
+        assert row["launches"][0].startswith("gemm_")
         assert row["us"] > 0
         assert row["host_us"] > 0
         assert row["peer_host_us"] > 0
