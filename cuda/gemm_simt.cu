@@ -1,4 +1,4 @@
-// y = act(x · wᵀ + bias) on the plain floating-point units.
+// y = act(alpha · x · wᵀ + bias) on the plain floating-point units.
 //
 //   x (M, K), w (N, K), y (M, N) row-major, bias (N,) or null. float, half or bfloat16; sums in float.
 //
@@ -40,10 +40,10 @@ __device__ void stage(float (&tile)[BK][ROWS + 1], const T* a, long long ld, lon
     }
 }
 
-template <typename T, bool X_K_MAJOR, bool W_K_MAJOR>
+template <typename T, typename O, bool X_K_MAJOR, bool W_K_MAJOR>
 __global__ void __launch_bounds__(THREADS, 2)
 gemm_simt(const T* __restrict__ x, long long ldx, const T* __restrict__ w, long long ldw, const T* __restrict__ bias,
-          T* __restrict__ y, long long M, long long N, long long K, int relu) {
+          O* __restrict__ y, long long M, long long N, long long K, float alpha, int relu) {
     __shared__ float xs[BK][BM + 1];  // the extra column spreads a transposing store over the banks
     __shared__ float ws[BK][BN + 1];
 
@@ -80,9 +80,9 @@ gemm_simt(const T* __restrict__ x, long long ldx, const T* __restrict__ w, long 
         for (int j = 0; j < TN; ++j) {
             const long long m = m0 + tm + i * (BM / TM), n = n0 + tn + j * (BN / TN);
             if (m < M && n < N) {
-                float value = acc[i][j] + (bias ? to_float(bias[n]) : 0.0f);
+                float value = fmaf(alpha, acc[i][j], bias ? to_float(bias[n]) : 0.0f);
                 if (relu) value = relu_of(value);
-                y[m * N + n] = from_float<T>(value);
+                y[m * N + n] = from_float<O>(value);
             }
         }
     }
@@ -217,7 +217,7 @@ struct Stager {
 };
 
 // Sum one slice of K per block: slice s of `splits` covers k in [s * slice_k, (s + 1) * slice_k). With one split y is
-// the output, otherwise the workspace (splits, M, N), and bias and relu wait for gemm_simt_sum.
+// the output, otherwise the workspace (splits, M, N), and alpha, bias and relu wait for gemm_simt_sum.
 //
 // A warp owns 4 x 8 patches of TM x TN outputs. A patch is cut into pieces of 4 x 4 that lie 16 rows and 32 columns
 // apart, so the lanes' 16-byte reads of one operand are neighbours. Lanes 2i and 2i + 1 share the columns, lanes of a
@@ -226,7 +226,7 @@ template <int BM, int BN, int BK, int TM, int TN, int BLOCKS, bool X_K_MAJOR, bo
 __global__ void __launch_bounds__(BM / TM * (BN / TN), BLOCKS)
 gemm_simt_tiles(const float* __restrict__ x, long long ldx, const float* __restrict__ w, long long ldw,
                 const float* __restrict__ bias, float* __restrict__ y, long long M, long long N, long long K,
-                long long slice_k, int splits, int group, int relu) {
+                long long slice_k, int splits, int group, float alpha, int relu) {
     constexpr int THREADS = BM / TM * (BN / TN);
     constexpr int WARPS_N = BN / (8 * TN);
     static_assert(BM % (4 * TM) == 0 && BN % (8 * TN) == 0, "the tile is a grid of whole warps");
@@ -337,7 +337,7 @@ gemm_simt_tiles(const float* __restrict__ x, long long ldx, const float* __restr
             float out[4];
 #pragma unroll
             for (int e = 0; e < 4; ++e) {
-                out[e] = acc[i][j + e] + add[e];
+                out[e] = splits == 1 ? fmaf(alpha, acc[i][j + e], add[e]) : acc[i][j + e];
                 if (relu && splits == 1) out[e] = relu_of(out[e]);
             }
             if (vectors) {
@@ -351,15 +351,15 @@ gemm_simt_tiles(const float* __restrict__ x, long long ldx, const float* __restr
     }
 }
 
-// y = act(sum of the slices + bias), one output a thread, the slices in order.
+// y = act(alpha · sum of the slices + bias), one output a thread, the slices in order.
 __global__ void __launch_bounds__(256)
 gemm_simt_sum(const float* __restrict__ partial, const float* __restrict__ bias, float* __restrict__ y, long long M,
-              long long N, int splits, int relu) {
+              long long N, int splits, float alpha, int relu) {
     const long long i = (long long)blockIdx.x * 256 + threadIdx.x;
     if (i >= M * N) return;
     float sum = partial[i];
 #pragma unroll 8
     for (int s = 1; s < splits; ++s) sum += partial[s * M * N + i];
-    if (bias) sum += bias[i % N];
+    sum = fmaf(alpha, sum, bias ? bias[i % N] : 0.0f);
     y[i] = relu ? relu_of(sum) : sum;
 }

@@ -23,12 +23,7 @@ quantize_rows(const T* __restrict__ x, signed char* __restrict__ q, float* __res
     unsigned largest = 0;
     for (long long k = threadIdx.x; k < K; k += THREADS)
         largest = max(largest, __float_as_uint(to_float(row[k])) & 0x7fffffffu);
-    for (int lane = 16; lane > 0; lane /= 2) largest = max(largest, __shfl_xor_sync(~0u, largest, lane));
-
-    __shared__ unsigned warps[THREADS / 32];
-    if (threadIdx.x % 32 == 0) warps[threadIdx.x / 32] = largest;
-    __syncthreads();
-    for (int i = 0; i < THREADS / 32; ++i) largest = max(largest, warps[i]);
+    largest = block_max<THREADS>(largest);
 
     const bool finite = largest < 0x7f800000u;
     float s = __fdiv_rn(__uint_as_float(largest), 127.0f);

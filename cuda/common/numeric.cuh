@@ -35,3 +35,13 @@ __device__ __forceinline__ float relu_of(float v) { return v < 0.0f ? 0.0f : v; 
 // NVRTC has no <cmath>, hence no INFINITY and NAN.
 __device__ __forceinline__ float infinity() { return __uint_as_float(0x7f800000u); }
 __device__ __forceinline__ float not_a_number() { return __uint_as_float(0x7fc00000u); }
+
+// The maximum over all threads of a block, for each of them.
+template <int THREADS> __device__ __forceinline__ unsigned block_max(unsigned value) {
+    for (int lane = 16; lane > 0; lane /= 2) value = max(value, __shfl_xor_sync(~0u, value, lane));
+    __shared__ unsigned warps[THREADS / 32];
+    if (threadIdx.x % 32 == 0) warps[threadIdx.x / 32] = value;
+    __syncthreads();
+    for (int i = 0; i < THREADS / 32; ++i) value = max(value, warps[i]);
+    return value;
+}

@@ -89,6 +89,13 @@ __device__ __forceinline__ void tma_store(const TensorMap* map, const void* from
                  : "memory");
 }
 
+// Add the box to what is there, element by element in the tensor's own type.
+__device__ __forceinline__ void tma_add(const TensorMap* map, const void* from, int inner, int outer) {
+    asm volatile("cp.reduce.async.bulk.tensor.2d.global.shared::cta.add.bulk_group [%0, {%2, %3}], [%1];" ::"l"(map),
+                 "r"(shared_address(from)), "r"(inner), "r"(outer)
+                 : "memory");
+}
+
 __device__ __forceinline__ void tma_store_commit() { asm volatile("cp.async.bulk.commit_group;" ::: "memory"); }
 
 // Wait until the copy engine has read all but the LEFT newest groups, so that their shared memory may be written again.
@@ -133,9 +140,13 @@ template <int REGISTERS> __device__ __forceinline__ void take_registers() {
     asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(REGISTERS));
 }
 
-// A barrier among the threads of one warpgroup; ids 1 and up are free (0 is __syncthreads).
-__device__ __forceinline__ void warpgroup_sync(int id) {
-    asm volatile("bar.sync %0, 128;" ::"r"(id) : "memory");
+// Named barriers among some threads of a block; ids 1 to 15 are free (0 is __syncthreads). `barrier_arrive` counts
+// without waiting.
+__device__ __forceinline__ void barrier_sync(int id, int threads) {
+    asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(threads) : "memory");
+}
+__device__ __forceinline__ void barrier_arrive(int id, int threads) {
+    asm volatile("bar.arrive %0, %1;" ::"r"(id), "r"(threads) : "memory");
 }
 
 // The larger of two, NaN if either is: with -infinity as the bound this is no operation, with 0 it is ReLU.

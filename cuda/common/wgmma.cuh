@@ -1,4 +1,4 @@
-// D (64 x N, float registers) += A (64 x 16) · B (16 x N), both in shared memory, for 16-bit operands: one wgmma.
+// D (64 x N, float registers) += A (64 x k) · B (k x N), both in shared memory, k being 32 bytes: one wgmma.
 // The instruction takes its accumulators as a written-out list, so there is one wrapper for each N.
 #pragma once
 #include "numeric.cuh"
@@ -9,55 +9,55 @@
         "+f"(d[i + 7])
 #define QSPARSE_ACC32(d, i) QSPARSE_ACC8(d, i), QSPARSE_ACC8(d, i + 8), QSPARSE_ACC8(d, i + 16), QSPARSE_ACC8(d, i + 24)
 
-#define QSPARSE_WGMMA_32(TYPE, d, a, b, accumulate, ta, tb) \
+#define QSPARSE_WGMMA_32(SHAPE_TYPE, TRANSPOSE, d, a, b, accumulate, ...) \
     asm volatile( \
         "{\n.reg .pred p;\nsetp.ne.b32 p, %18, 0;\n" \
-        "wgmma.mma_async.sync.aligned.m64n32k16.f32." TYPE "." TYPE " {" \
+        "wgmma.mma_async.sync.aligned.m64n32" SHAPE_TYPE " {" \
         "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15" \
-        "}, %16, %17, p, 1, 1, %19, %20;\n}" \
+        "}, %16, %17, p, 1, 1" TRANSPOSE(19, 20) ";\n}" \
         : QSPARSE_ACC8(d, 0), QSPARSE_ACC8(d, 8) \
-        : "l"(a), "l"(b), "r"(accumulate), "n"(ta), "n"(tb))
+        : "l"(a), "l"(b), "r"(accumulate) __VA_ARGS__)
 
-#define QSPARSE_WGMMA_64(TYPE, d, a, b, accumulate, ta, tb) \
+#define QSPARSE_WGMMA_64(SHAPE_TYPE, TRANSPOSE, d, a, b, accumulate, ...) \
     asm volatile( \
         "{\n.reg .pred p;\nsetp.ne.b32 p, %34, 0;\n" \
-        "wgmma.mma_async.sync.aligned.m64n64k16.f32." TYPE "." TYPE " {" \
+        "wgmma.mma_async.sync.aligned.m64n64" SHAPE_TYPE " {" \
         "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, " \
         "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31" \
-        "}, %32, %33, p, 1, 1, %35, %36;\n}" \
+        "}, %32, %33, p, 1, 1" TRANSPOSE(35, 36) ";\n}" \
         : QSPARSE_ACC32(d, 0) \
-        : "l"(a), "l"(b), "r"(accumulate), "n"(ta), "n"(tb))
+        : "l"(a), "l"(b), "r"(accumulate) __VA_ARGS__)
 
-#define QSPARSE_WGMMA_128(TYPE, d, a, b, accumulate, ta, tb) \
+#define QSPARSE_WGMMA_128(SHAPE_TYPE, TRANSPOSE, d, a, b, accumulate, ...) \
     asm volatile( \
         "{\n.reg .pred p;\nsetp.ne.b32 p, %66, 0;\n" \
-        "wgmma.mma_async.sync.aligned.m64n128k16.f32." TYPE "." TYPE " {" \
+        "wgmma.mma_async.sync.aligned.m64n128" SHAPE_TYPE " {" \
         "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, " \
         "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31, " \
         "%32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, " \
         "%48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63" \
-        "}, %64, %65, p, 1, 1, %67, %68;\n}" \
+        "}, %64, %65, p, 1, 1" TRANSPOSE(67, 68) ";\n}" \
         : QSPARSE_ACC32(d, 0), QSPARSE_ACC32(d, 32) \
-        : "l"(a), "l"(b), "r"(accumulate), "n"(ta), "n"(tb))
+        : "l"(a), "l"(b), "r"(accumulate) __VA_ARGS__)
 
-#define QSPARSE_WGMMA_192(TYPE, d, a, b, accumulate, ta, tb) \
+#define QSPARSE_WGMMA_192(SHAPE_TYPE, TRANSPOSE, d, a, b, accumulate, ...) \
     asm volatile( \
         "{\n.reg .pred p;\nsetp.ne.b32 p, %98, 0;\n" \
-        "wgmma.mma_async.sync.aligned.m64n192k16.f32." TYPE "." TYPE " {" \
+        "wgmma.mma_async.sync.aligned.m64n192" SHAPE_TYPE " {" \
         "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, " \
         "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31, " \
         "%32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, " \
         "%48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63, " \
         "%64, %65, %66, %67, %68, %69, %70, %71, %72, %73, %74, %75, %76, %77, %78, %79, " \
         "%80, %81, %82, %83, %84, %85, %86, %87, %88, %89, %90, %91, %92, %93, %94, %95" \
-        "}, %96, %97, p, 1, 1, %99, %100;\n}" \
+        "}, %96, %97, p, 1, 1" TRANSPOSE(99, 100) ";\n}" \
         : QSPARSE_ACC32(d, 0), QSPARSE_ACC32(d, 32), QSPARSE_ACC32(d, 64) \
-        : "l"(a), "l"(b), "r"(accumulate), "n"(ta), "n"(tb))
+        : "l"(a), "l"(b), "r"(accumulate) __VA_ARGS__)
 
-#define QSPARSE_WGMMA_256(TYPE, d, a, b, accumulate, ta, tb) \
+#define QSPARSE_WGMMA_256(SHAPE_TYPE, TRANSPOSE, d, a, b, accumulate, ...) \
     asm volatile( \
         "{\n.reg .pred p;\nsetp.ne.b32 p, %130, 0;\n" \
-        "wgmma.mma_async.sync.aligned.m64n256k16.f32." TYPE "." TYPE " {" \
+        "wgmma.mma_async.sync.aligned.m64n256" SHAPE_TYPE " {" \
         "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, " \
         "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31, " \
         "%32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, " \
@@ -66,25 +66,32 @@
         "%80, %81, %82, %83, %84, %85, %86, %87, %88, %89, %90, %91, %92, %93, %94, %95, " \
         "%96, %97, %98, %99, %100, %101, %102, %103, %104, %105, %106, %107, %108, %109, %110, %111, " \
         "%112, %113, %114, %115, %116, %117, %118, %119, %120, %121, %122, %123, %124, %125, %126, %127" \
-        "}, %128, %129, p, 1, 1, %131, %132;\n}" \
+        "}, %128, %129, p, 1, 1" TRANSPOSE(131, 132) ";\n}" \
         : QSPARSE_ACC32(d, 0), QSPARSE_ACC32(d, 32), QSPARSE_ACC32(d, 64), QSPARSE_ACC32(d, 96) \
-        : "l"(a), "l"(b), "r"(accumulate), "n"(ta), "n"(tb))
+        : "l"(a), "l"(b), "r"(accumulate) __VA_ARGS__)
 
-template <typename T> struct IsHalf { static constexpr bool value = false; };
-template <> struct IsHalf<__half> { static constexpr bool value = true; };
+template <typename A, typename B> struct IsSame { static constexpr bool value = false; };
+template <typename A> struct IsSame<A, A> { static constexpr bool value = true; };
 
 // TA and TB are 1 for an operand that is M- or N-major in shared memory.
 template <typename T, int N, int TA, int TB>
 __device__ __forceinline__ void wgmma(float (&d)[N / 2], unsigned long long a, unsigned long long b, int accumulate) {
     static_assert(N == 32 || N == 64 || N == 128 || N == 192 || N == 256, "a wrapper for this N is not written yet");
-    constexpr bool HALF = IsHalf<T>::value;
+#define QSPARSE_BOTH(a, b) ", %" #a ", %" #b
+#define QSPARSE_NONE(a, b) ""
 #define QSPARSE_WGMMA_CASE(n) \
-    if constexpr (N == n && HALF) QSPARSE_WGMMA_##n("f16", d, a, b, accumulate, TA, TB); \
-    if constexpr (N == n && !HALF) QSPARSE_WGMMA_##n("bf16", d, a, b, accumulate, TA, TB);
+    if constexpr (N == n && IsSame<T, __half>::value) \
+        QSPARSE_WGMMA_##n("k16.f32.f16.f16", QSPARSE_BOTH, d, a, b, accumulate, , "n"(TA), "n"(TB)); \
+    if constexpr (N == n && IsSame<T, __nv_bfloat16>::value) \
+        QSPARSE_WGMMA_##n("k16.f32.bf16.bf16", QSPARSE_BOTH, d, a, b, accumulate, , "n"(TA), "n"(TB)); \
+    if constexpr (N == n && IsSame<T, float>::value) \
+        QSPARSE_WGMMA_##n("k8.f32.tf32.tf32", QSPARSE_NONE, d, a, b, accumulate);
     QSPARSE_WGMMA_CASE(32)
     QSPARSE_WGMMA_CASE(64)
     QSPARSE_WGMMA_CASE(128)
     QSPARSE_WGMMA_CASE(192)
     QSPARSE_WGMMA_CASE(256)
 #undef QSPARSE_WGMMA_CASE
+#undef QSPARSE_BOTH
+#undef QSPARSE_NONE
 }

@@ -161,3 +161,8 @@ def rows(value: torch.Tensor) -> torch.Tensor:
     if value.stride() == tuple(reversed(strides)):
         return value
     return torch.empty(value.shape, dtype=value.dtype, device=value.device).copy_(value)
+
+
+def cpu_slices(m: int, height: int = 1024):
+    """Slices of at most ``height`` rows: on a CPU, what is computed in between then stays in cache."""
+    return (slice(start, start + height) for start in range(0, m, height))

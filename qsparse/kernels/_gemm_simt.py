@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import torch
 
-from qsparse.kernels._load import launch
+from qsparse.kernels._load import launch, multiprocessors
 
 SOURCE = "gemm_simt.cu"
 _C = {torch.float32: "float", torch.float16: "__half", torch.bfloat16: "__nv_bfloat16"}
@@ -59,7 +59,7 @@ class Config:
 
 
 CONFIGS = (
-    Config(256, 128, 16, 16, 8, 1, 1.0),
+    Config(256, 128, 8, 16, 8, 1, 1.0),
     Config(128, 128, 8, 16, 8, 2, 0.97),
     Config(64, 128, 16, 8, 8, 3, 0.85),
     Config(64, 64, 16, 8, 4, 4, 0.7),
@@ -68,14 +68,15 @@ CONFIGS = (
 )
 
 
-def _plain_instance(dtype: torch.dtype, x_k_major: bool, w_k_major: bool) -> str:
-    return f"gemm_simt<{_C[dtype]}, {_BOOL[x_k_major]}, {_BOOL[w_k_major]}>"
+def _plain_instance(dtype: torch.dtype, out: torch.dtype, x_k_major: bool, w_k_major: bool) -> str:
+    return f"gemm_simt<{_C[dtype]}, {_C[out]}, {_BOOL[x_k_major]}, {_BOOL[w_k_major]}>"
 
 
 INSTANCES = (
     *(
-        _plain_instance(dtype, x, w)
+        _plain_instance(dtype, out, x, w)
         for dtype in (torch.float16, torch.bfloat16)
+        for out in (dtype, torch.float32)
         for x in (True, False)
         for w in (True, False)
     ),
@@ -118,38 +119,36 @@ def _slice(k: int, splits: int, bk: int) -> int:
     return max(-(-k // (splits * bk)), 1) * bk
 
 
-@functools.cache
-def _multiprocessors(device: int) -> int:
-    return torch.cuda.get_device_properties(device).multi_processor_count
-
-
-def run(x, x_k_major: bool, ldx: int, w, w_k_major: bool, ldw: int, bias, y, relu: bool) -> None:
-    """Write ``act(x @ w.T + bias)`` into ``y``.
+def launch_gemm(
+    x, x_k_major: bool, ldx: int, w, w_k_major: bool, ldw: int, bias, y, *, relu: bool, alpha: float = 1.0
+) -> None:
+    """Write ``act(alpha * x @ w.T + bias)`` into ``y``.
 
     ``x`` (M, K) and ``w`` (N, K) are CUDA tensors of one dtype; ``x[m, k]`` lies ``m * ldx + k`` elements after the
     first if ``x_k_major``, else ``k * ldx + m``, and ``w`` likewise. ``bias`` (N,) contiguous or None; ``y`` (M, N)
-    row-major, of the same dtype. Float32 sums are IEEE, in an order that depends only on the shape and the card.
+    row-major, of the same dtype or float32. Float32 sums are IEEE, in an order that depends only on the shape and the
+    card.
     """
     (m, k), n = x.shape, w.shape[0]
-    if m == 0 or n == 0:
-        return
     if x.dtype == torch.float32:
-        config, splits = plan(m, n, k, _multiprocessors(x.device.index))
-        run_tiles(config, splits, x, x_k_major, ldx, w, w_k_major, ldw, bias, y, relu)
+        if m and n:
+            config, splits = plan(m, n, k, multiprocessors(x.device.index)[1])
+            run_tiles(config, splits, x, x_k_major, ldx, w, w_k_major, ldw, bias, y, relu, alpha)
         return
+    bias_address = 0 if bias is None else bias.data_ptr()
     launch(
         x.device,
         SOURCE,
-        _plain_instance(x.dtype, x_k_major, w_k_major),
-        "PqPqPPqqqi",
-        (x.data_ptr(), ldx, w.data_ptr(), ldw, 0 if bias is None else bias.data_ptr(), y.data_ptr(), m, n, k, relu),
+        _plain_instance(x.dtype, y.dtype, x_k_major, w_k_major),
+        "PqPqPPqqqfi",
+        (x.data_ptr(), ldx, w.data_ptr(), ldw, bias_address, y.data_ptr(), m, n, k, alpha, relu),
         grid=-(-m // _PLAIN_TILE) * -(-n // _PLAIN_TILE),
         block=_PLAIN_THREADS,
     )
 
 
-def run_tiles(config: Config, splits: int, x, x_k_major, ldx, w, w_k_major, ldw, bias, y, relu) -> None:
-    """:func:`run` for float32 with a given tile and at most ``splits`` slices of K."""
+def run_tiles(config: Config, splits: int, x, x_k_major, ldx, w, w_k_major, ldw, bias, y, relu, alpha=1.0) -> None:
+    """:func:`launch_gemm` for float32 with a given tile and at most ``splits`` slices of K."""
     (m, k), n = x.shape, w.shape[0]
     slice_k = _slice(k, splits, config.bk)
     splits = max(-(-k // slice_k), 1)
@@ -159,7 +158,7 @@ def run_tiles(config: Config, splits: int, x, x_k_major, ldx, w, w_k_major, ldw,
         x.device,
         SOURCE,
         config.instance(x_k_major, w_k_major),
-        "PqPqPPqqqqiii",
+        "PqPqPPqqqqiifi",
         (
             x.data_ptr(),
             ldx,
@@ -173,6 +172,7 @@ def run_tiles(config: Config, splits: int, x, x_k_major, ldx, w, w_k_major, ldw,
             slice_k,
             splits,
             max(2048 // config.bm, 1),
+            alpha,
             relu,
         ),
         grid=-(-m // config.bm) * -(-n // config.bn) * splits,
@@ -184,8 +184,8 @@ def run_tiles(config: Config, splits: int, x, x_k_major, ldx, w, w_k_major, ldw,
             x.device,
             SOURCE,
             "gemm_simt_sum",
-            "PPPqqii",
-            (sums.data_ptr(), bias, y.data_ptr(), m, n, splits, relu),
+            "PPPqqifi",
+            (sums.data_ptr(), bias, y.data_ptr(), m, n, splits, alpha, relu),
             grid=-(-m * n // _SUM_THREADS),
             block=_SUM_THREADS,
         )

@@ -227,6 +227,15 @@ class _Function:
         return config
 
 
+@functools.cache
+def multiprocessors(device: int) -> tuple[str, int]:
+    """The full name of a GPU and its number of multiprocessors."""
+    import torch
+
+    properties = torch.cuda.get_device_properties(device)
+    return properties.name, properties.multi_processor_count
+
+
 @functools.lru_cache(maxsize=1024)
 def tensor_map(address: int, dtype, rows: int, columns: int, stride: int, box: tuple[int, int]) -> bytes:
     """A TMA descriptor of a row-major matrix, 128-byte swizzled, for a ``__grid_constant__`` parameter (``128s``).
@@ -239,6 +248,7 @@ def tensor_map(address: int, dtype, rows: int, columns: int, stride: int, box: t
 
     kinds = driver.CUtensorMapDataType
     kind = {
+        "float32": kinds.CU_TENSOR_MAP_DATA_TYPE_TFLOAT32,  # rounded to tf32 on the way to shared memory
         "float16": kinds.CU_TENSOR_MAP_DATA_TYPE_FLOAT16,
         "bfloat16": kinds.CU_TENSOR_MAP_DATA_TYPE_BFLOAT16,
     }[str(dtype).removeprefix("torch.")]

@@ -4,27 +4,36 @@ from __future__ import annotations
 
 import torch
 
+from qsparse.kernels import _gemm_simt, _gemm_sm80, _gemm_sm90, _relu_mask
 from qsparse.kernels._face import check_same_device, check_tensor, face, rows
-from qsparse.kernels._load import launch
-
-_C = {torch.float32: "float", torch.float16: "__half", torch.bfloat16: "__nv_bfloat16"}
-_BOOL = ("false", "true")
-BM = BN = 64  # the tile of gemm_simt.cu
-BLOCK = 256
-
-
-def _instance(dtype: torch.dtype, x_k_major: bool, w_k_major: bool) -> str:
-    return f"gemm_simt<{_C[dtype]}, {_BOOL[x_k_major]}, {_BOOL[w_k_major]}>"
-
 
 SOURCES = {
-    "gemm_simt.cu": tuple(_instance(dtype, x, w) for dtype in _C for x in (True, False) for w in (True, False)),
+    _gemm_simt.SOURCE: _gemm_simt.INSTANCES,
+    _gemm_sm80.SOURCE: _gemm_sm80.INSTANCES,
+    _gemm_sm90.SOURCE: _gemm_sm90.INSTANCES,
+    _gemm_sm90.SPLIT_SOURCE: _gemm_sm90.SPLIT_INSTANCES,
 }
+_PRECISIONS = ("ieee", "highest", "high")
+_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
 
 @face(SOURCES)
-def gemm(x, w, bias=None, *, relu: bool = False):
-    """``y = act(x @ w.T + bias)``.
+def gemm(
+    x,
+    w,
+    bias=None,
+    *,
+    relu: bool = False,
+    alpha: float = 1.0,
+    out=None,
+    accumulate: bool = False,
+    out_dtype=None,
+    return_mask: bool = False,
+    mask=None,
+    precision: str = "ieee",
+    tier: str | None = None,
+):
+    """``y = act(alpha * x @ w.T + bias)``.
 
     Parameters
     ----------
@@ -35,54 +44,136 @@ def gemm(x, w, bias=None, *, relu: bool = False):
     bias : (N,), dtype of ``x``, optional
     relu : bool
         Replace negative outputs by zero; NaN stays NaN.
+    alpha : float
+        Scales the product, before the bias.
+    out : (M, N) ``out_dtype``, row-major, optional
+        Where to write; left out, a new array.
+    accumulate : bool
+        Add to what is in ``out`` (each output is rounded to ``out_dtype`` first, then added).
+    out_dtype : dtype of ``x`` (the default), or float32
+    return_mask : bool
+        Return ``(y, mask)``: ``mask`` (M, ceil(N / 64)) int64 has bit ``n % 64`` of word ``n // 64`` set where
+        ``y[m, n] > 0``: all that the backward of a ReLU needs to know, in one bit an output.
+    mask : (M, ceil(N / 64)) int64, optional
+        Outputs whose bit is not set become zero (before they are accumulated). So with ``y1, mask = gemm(x, w1, b1,
+        relu=True, return_mask=True)`` and the gradient ``dz2`` behind the next layer, ``gemm(dz2, w2.T, mask=mask)``
+        is the gradient before the first layer's ReLU.
+    precision : str
+        How float32 is multiplied. "ieee": by float32 multiply-adds (``simt``). "highest": on the tensor cores of a
+        Hopper card, each operand split into two halves of 11 bits and three products summed; no less accurate than
+        "ieee" on normal data, and several times faster. Its limits: Inf in an operand gives NaN, and elements 2^17
+        times smaller than the largest of their row lose bits. "high": plain tf32 there, 11 bits an operand. Other
+        cards, CPUs, and "high" with rows off 16-byte boundaries compute "ieee" for all three.
+    tier : str, optional
+        "simt", "sm80" or "sm90": take no other, for tests and measurements.
 
     Returns
     -------
-    (M, N), dtype of ``x``, row-major; sums are held in float32 and rounded once.
+    (M, N) ``out_dtype``, row-major (with ``return_mask``, the pair); sums are held in float32 and rounded once.
 
     Any strides work: a transposed view (``w.T``) is read in place, other views are copied first. So the backward
-    products of a linear layer are ``gemm(dy, w.T)`` and ``gemm(dy.T, x.T)``.
+    products of a linear layer are ``gemm(dy, w.T)`` and ``gemm(dy.T, x.T)``. Rows that do not start on 16 bytes take
+    the ``simt`` tier.
 
-    Raises TypeError for another dtype, ValueError for shapes that do not fit or arrays on two devices.
+    Raises TypeError for another dtype; ValueError for shapes that do not fit, arrays on two devices, or a ``tier``
+    that this GPU or these arrays cannot have.
 
-    Source: register-tiled product as in V. Volkov, J. Demmel, "Benchmarking GPUs to tune dense linear algebra"
-    (SC 2008).
+    Sources: ``simt`` is register-tiled as in V. Volkov, J. Demmel, "Benchmarking GPUs to tune dense linear algebra"
+    (SC 2008); ``sm80`` is built on PTX ``mma.sync``, ``ldmatrix`` and ``cp.async``; ``sm90`` on PTX ``wgmma`` and
+    ``cp.async.bulk.tensor``, sections "Asynchronous Warpgroup Level Matrix Instructions" and "Tensors".
     """
-    check_tensor("x", x, tuple(_C), (None, None))
+    check_tensor("x", x, _DTYPES, (None, None))
     m, k = x.shape
     check_tensor("w", w, (x.dtype,), (None, k))
     n = w.shape[0]
     if bias is not None:
         check_tensor("bias", bias, (x.dtype,), (n,))
-    check_same_device(x, w=w, bias=bias)
+    if precision not in _PRECISIONS:
+        raise ValueError(f"precision must be one of {', '.join(_PRECISIONS)}, got {precision!r}")
+    out_dtype = out_dtype or x.dtype
+    if out_dtype not in (x.dtype, torch.float32):
+        raise TypeError(f"out_dtype must be the dtype of x ({x.dtype}) or torch.float32, got {out_dtype}")
+    if out is not None:
+        check_tensor("out", out, (out_dtype,), (m, n))
+        if not out.is_contiguous():
+            raise ValueError("out is written in place and must be row-major")
+    elif accumulate:
+        raise ValueError("accumulate adds to out, which was not given")
+    if mask is not None and return_mask:
+        raise ValueError("either apply a mask or return one: mask and return_mask exclude each other")
+    if mask is not None:
+        check_tensor("mask", mask, (torch.int64,), (m, _relu_mask.words(n)))
+    check_same_device(x, w=w, bias=bias, out=out, mask=mask)
     if x.device.type == "cpu":
-        return _cpu(x, w, bias, relu)
-    x, x_k_major, ldx = _matrix(x)
-    w, w_k_major, ldw = _matrix(w)
+        y = _cpu(x, w, bias, relu, alpha, out_dtype)
+        return _finish(y, out, accumulate, mask, return_mask)
+
+    tensor_cores = x.dtype != torch.float32 or precision != "ieee"
+    (x, x_k, ldx), (w, w_k, ldw) = (matrix(a, k_major=x.dtype == torch.float32 and tensor_cores) for a in (x, w))
     bias = None if bias is None else rows(bias)
-    y = torch.empty((m, n), dtype=x.dtype, device=x.device)
-    launch(
-        x.device,
-        "gemm_simt.cu",
-        _instance(x.dtype, x_k_major, w_k_major),
-        "PqPqPPqqqi",
-        (x.data_ptr(), ldx, w.data_ptr(), ldw, 0 if bias is None else bias.data_ptr(), y.data_ptr(), m, n, k, relu),
-        grid=-(-m // BM) * -(-n // BN),
-        block=BLOCK,
-    )
-    return y
+    operands = (x, x_k, ldx, w, w_k, ldw, bias)
+    tier = _pick(tier, gemm.tier(x.device), operands, precision)
+    mode = _gemm_sm90.WRITE_MASK if return_mask else _gemm_sm90.NO_MASK if mask is None else _gemm_sm90.APPLY_MASK
+    y = out if out is not None else torch.empty((m, n), dtype=out_dtype, device=x.device)
+    if tier == "sm90" and _gemm_sm90.has_epilogue(x, x_k, w_k, out_dtype, mode) and precision != "highest":
+        if return_mask:
+            mask = torch.empty((m, _relu_mask.words(n)), dtype=torch.int64, device=x.device)
+        options = {"alpha": alpha, "accumulate": accumulate, "mask": mask, "mask_mode": mode}
+        _gemm_sm90.launch_gemm(*operands, y, relu=relu, **options)
+        return (y, mask) if return_mask else y
+    result = torch.empty_like(y) if accumulate else y
+    if tier == "sm90" and precision == "highest":
+        _gemm_sm90.launch_split(x, ldx, w, ldw, bias, result, relu=relu, alpha=alpha)
+    else:
+        module = _gemm_sm90 if tier == "sm90" else _gemm_sm80 if tier == "sm80" and out_dtype == x.dtype else _gemm_simt
+        module.launch_gemm(*operands, result, relu=relu, alpha=alpha)
+    return _finish(result, out, accumulate, mask, return_mask)
 
 
-def _matrix(a: torch.Tensor) -> tuple[torch.Tensor, bool, int]:
-    """The matrix, whether its rows are the contiguous direction, and the stride of the other direction."""
+def matrix(a: torch.Tensor, k_major: bool = False) -> tuple[torch.Tensor, bool, int]:
+    """The matrix, whether its rows are the contiguous direction, and the stride of the other direction.
+
+    ``k_major`` allows only contiguous rows, by a copy if need be.
+    """
     if a.stride(1) == 1 and a.stride(0) >= a.shape[1]:
         return a, True, a.stride(0)
-    if a.stride(0) == 1 and a.stride(1) >= a.shape[0]:
+    if not k_major and a.stride(0) == 1 and a.stride(1) >= a.shape[0]:
         return a, False, a.stride(1)
-    return rows(a), True, a.shape[1]
+    return rows(a), True, max(a.shape[1], 1)
+
+
+def _pick(asked: str | None, best: str, operands: tuple, precision: str) -> str:
+    """The tier to run: the best that this GPU has and these arrays allow, or the one asked for."""
+    x, x_k, ldx, w, w_k, ldw, _ = operands
+    possible = ["simt"]
+    if best != "simt" and _gemm_sm80.supports(x, x_k, ldx, w, w_k, ldw):
+        possible.insert(0, "sm80")
+    if best == "sm90" and _gemm_sm90.supports(x, ldx, w, ldw, precision):
+        possible.insert(0, "sm90")
+    if asked is None:
+        return possible[0]
+    if asked not in possible:
+        raise ValueError(f"tier {asked!r} is not possible for these arrays on this GPU; {', '.join(possible)} are")
+    return asked
+
+
+def _finish(y, out, accumulate, mask, return_mask):
+    """What the sm90 kernel does in its epilogue, after any other."""
+    if mask is not None:
+        y.masked_fill_(~_relu_mask.unpack(mask, y.shape[1]), 0)
+    bits = _relu_mask.pack(y) if return_mask else None
+    if out is not None and out is not y:
+        y = out.add_(y) if accumulate else out.copy_(y)
+    return (y, bits) if return_mask else y
 
 
 @torch.no_grad()
-def _cpu(x, w, bias, relu):
-    y = torch.nn.functional.linear(x, w, bias)
+def _cpu(x, w, bias, relu, alpha, out_dtype):
+    if out_dtype != x.dtype:
+        x, w, bias = x.float(), w.float(), None if bias is None else bias.float()
+    if alpha == 1:
+        y = torch.nn.functional.linear(x, w, bias)
+    else:
+        y = (x.float() @ w.float().t()).mul_(alpha)
+        y = (y if bias is None else y.add_(bias.float())).to(out_dtype)
     return y.relu_() if relu else y

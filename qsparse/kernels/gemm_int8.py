@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from qsparse.kernels._face import check_same_device, check_tensor, face, rows
+from qsparse.kernels._face import check_same_device, check_tensor, cpu_slices, face, rows
 from qsparse.kernels._load import launch
 
 _C = {
@@ -17,7 +17,6 @@ _C = {
 BM = BN = 64  # the tile of gemm_int8_simt.cu
 BLOCK = 256
 INT32_K = (2**31 - 1) // (128 * 128)  # the longest sum of int8 products that cannot leave int32, -128 included
-_CPU_ROWS = 1024  # activations are multiplied in slices whose int32 accumulators stay in cache
 
 
 def _instance(out_dtype: torch.dtype, wide: bool, words: bool) -> str:
@@ -132,8 +131,7 @@ def _cpu(x, w, scale_x, scale_w, bias, relu, out_dtype):
     m, n = x.shape[0], w.shape[0]
     accumulate = _int_mm if cpu_method() == "torch._int_mm" else _float_slices
     y = torch.empty((m, n), dtype=out_dtype)
-    for start in range(0, m, _CPU_ROWS):
-        part = slice(start, start + _CPU_ROWS)
+    for part in cpu_slices(m):
         acc = accumulate(x[part], w)
         if not out_dtype.is_floating_point:
             y[part] = acc.clamp_(min=0) if relu else acc

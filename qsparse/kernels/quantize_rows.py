@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from qsparse.kernels._face import check_tensor, face, rows
+from qsparse.kernels._face import check_tensor, cpu_slices, face, rows
 from qsparse.kernels._load import launch
 
 _C = {torch.float32: "float", torch.float16: "__half", torch.bfloat16: "__nv_bfloat16"}
@@ -62,13 +62,19 @@ def quantize_rows(x):
 
 @torch.no_grad()
 def _cpu(x):
-    x = x.float()
+    q = torch.empty(x.shape, dtype=torch.int8)
+    scale = torch.empty(x.shape[0], dtype=torch.float32)
+    for part in cpu_slices(x.shape[0]):
+        _cpu_slice(x[part].float(), q[part], scale[part])
+    return q, scale
+
+
+def _cpu_slice(x, q, scale):
     absmax = x.abs().amax(1) if x.shape[1] else x.new_zeros(x.shape[0])
-    scale = absmax / 127
+    torch.div(absmax, 127, out=scale)
     scale[scale < _SMALLEST_NORMAL] = 1
     finite = absmax.isfinite()
     scale[~finite] = torch.nan
-    q = (x / scale[:, None]).round_().clamp_(-127, 127)  # torch.round breaks ties to even
+    q.copy_((x / scale[:, None]).round_().clamp_(-127, 127))  # torch.round breaks ties to even
     if not finite.all():
         q[~finite] = 0
-    return q.to(torch.int8), scale

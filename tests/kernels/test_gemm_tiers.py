@@ -1,0 +1,200 @@
+"""What ``gemm`` does beyond ``y = act(x @ w.T + bias)``, and the same product on every tier that the card has."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from qsparse import kernels
+from qsparse.kernels import _gemm_sm90, _relu_mask
+from qsparse.oracles.gemm import gemm as oracle
+
+HALVES = (torch.float16, torch.bfloat16)
+# Below a tile, tiles with tails in every direction, several tiles and clusters, long K, a head of 10 classes.
+SHAPES = [
+    (1, 8, 8),
+    (64, 64, 64),
+    (72, 136, 200),
+    (300, 520, 784),
+    (1000, 10, 256),
+    (16, 4096, 1024),
+    (520, 1032, 2056),
+]
+
+
+def of_tier(tier: str, device: torch.device) -> str:
+    """The tier, if this device has it; skips otherwise."""
+    order = ("simt", "sm80", "sm90")
+    best = kernels.gemm.tier(device)
+    if order.index(tier) > order.index(best):
+        pytest.skip(f"this GPU's best tier is {best}")
+    return tier
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("layout", ["nt", "nn", "tn", "tt"])
+@pytest.mark.parametrize("dtype", HALVES)
+@pytest.mark.parametrize("tier", ["simt", "sm80", "sm90"])
+def test_every_tier_and_layout(tier, dtype, layout, normal, to_numpy, assert_close):
+    device = torch.device("cuda", 0)
+    of_tier(tier, device)
+    for m, n, k in SHAPES:
+        if ("t" in layout[0] and m % 8) or ("n" in layout[1] and n % 8):
+            continue  # rows off 16-byte boundaries: only simt reads them
+        x, w = normal(m, k, dtype=dtype, device=device), normal(n, k, dtype=dtype, device=device)
+        bias = normal(n, dtype=dtype, device=device)
+        x_given = x if layout[0] == "n" else x.t().contiguous().t()
+        w_given = w if layout[1] == "t" else w.t().contiguous().t()
+        y = kernels.gemm(x_given, w_given, bias, relu=True, tier=tier)
+        assert_close(y, oracle(*to_numpy((x, w, bias)), relu=True))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("config", _gemm_sm90.CONFIGS, ids=str)
+@pytest.mark.parametrize("x_k", [True, False])
+@pytest.mark.parametrize("w_k", [True, False])
+def test_every_configuration_of_sm90(config, x_k, w_k, normal, to_numpy, assert_close):
+    device = torch.device("cuda", 0)
+    of_tier("sm90", device)
+    if not config.reads(x_k, w_k):
+        pytest.skip("this cluster cannot divide loads of that layout")
+    for m, n, k in [(72, 136, 200), (1032, 776, 1416), (8, 8, 2048), (3000, 264, 64)]:
+        x, w = normal(m, k, dtype=torch.float16, device=device), normal(n, k, dtype=torch.float16, device=device)
+        bias = normal(n, dtype=torch.float16, device=device)
+        x_given, w_given = x if x_k else x.t().contiguous().t(), w if w_k else w.t().contiguous().t()
+        y = _gemm_sm90.run(config, x_given, w_given, bias, True)
+        assert_close(y, oracle(*to_numpy((x, w, bias)), relu=True))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, *HALVES])
+@pytest.mark.parametrize("shape", [(5, 7, 9), (72, 136, 200), (130, 10, 64), (0, 4, 8), (4, 0, 8), (3, 5, 0)])
+def test_alpha_output_dtype_and_accumulate(device, dtype, shape, normal, to_numpy, assert_close):
+    m, n, k = shape
+    x, w, bias = (normal(*size, dtype=dtype, device=device) for size in ((m, k), (n, k), (n,)))
+    numpy = to_numpy((x, w, bias))
+    scaled = oracle(0.37 * numpy[0], numpy[1], numpy[2], relu=True)
+    assert_close(kernels.gemm(x, w, bias, relu=True, alpha=0.37), scaled)
+    wide = kernels.gemm(x, w, bias, relu=True, alpha=0.37, out_dtype=torch.float32)
+    assert wide.dtype == torch.float32
+    assert_close(wide, scaled)
+
+    out = torch.full((m, n), 7.0, dtype=dtype, device=device)
+    assert kernels.gemm(x, w, out=out) is out
+    assert_close(out, oracle(*numpy[:2]))
+    before = normal(m, n, dtype=torch.float32, device=device)
+    total = before.clone()
+    kernels.gemm(x, w, out=total, accumulate=True, out_dtype=torch.float32)
+    assert_close(total, to_numpy(before) + oracle(*numpy[:2]))
+
+
+@pytest.mark.parametrize("dtype", HALVES)
+def test_accumulate_in_halves_rounds_each_addend(device, dtype, normal):
+    for n in (128, 130, 33):  # through the copy engine, by pairs, one by one
+        x, w = normal(200, 64, dtype=dtype, device=device), normal(n, 64, dtype=dtype, device=device)
+        before = normal(200, n, dtype=dtype, device=device)
+        total = before.clone()
+        kernels.gemm(x, w, out=total, accumulate=True)
+        torch.testing.assert_close(total, before + kernels.gemm(x, w), rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, *HALVES])
+@pytest.mark.parametrize("shape", [(70, 64, 32), (65, 200, 72), (300, 136, 64), (5, 7, 9), (40, 1032, 512)])
+def test_relu_mask_written_and_applied(device, dtype, shape, normal):
+    m, n, k = shape
+    x, w, bias = (normal(*size, dtype=dtype, device=device) for size in ((m, k), (n, k), (n,)))
+    y, mask = kernels.gemm(x, w, bias, relu=True, return_mask=True)
+    torch.testing.assert_close(y, kernels.gemm(x, w, bias, relu=True), rtol=0, atol=0)
+    assert mask.shape == (m, -(-n // 64))
+    assert torch.equal(_relu_mask.unpack(mask, n), y > 0)
+    # The input gradient of a next layer with P outputs, masked by this layer's ReLU.
+    dz, w2 = normal(m, 24, dtype=dtype, device=device), normal(24, n, dtype=dtype, device=device)
+    masked = kernels.gemm(dz, w2.t(), mask=mask)
+    torch.testing.assert_close(masked, torch.where(y > 0, kernels.gemm(dz, w2.t()), 0), rtol=0, atol=0)
+
+
+def test_relu_mask_packs_bits():
+    y = torch.zeros(2, 70)
+    y[0, 0] = y[0, 63] = y[1, 69] = 1
+    y[1, 3] = float("nan")
+    mask = _relu_mask.pack(y)
+    assert mask.tolist() == [[1 - 2**63, 0], [0, 32]]
+    assert torch.equal(_relu_mask.unpack(mask, 70), y > 0)
+
+
+@pytest.mark.parametrize("precision", ["ieee", "highest", "high"])
+@pytest.mark.parametrize("shape", [(5, 7, 9), (130, 260, 100), (64, 64, 4096), (300, 500, 1000), (1, 1, 1)])
+def test_float32_precisions(device, precision, shape, normal, to_numpy):
+    m, n, k = shape
+    x, w, bias = normal(m, k, device=device), normal(n, k, device=device), normal(n, device=device)
+    reference = oracle(*to_numpy((x, w, bias)), relu=True)
+    y = to_numpy(kernels.gemm(x, w, bias, relu=True, precision=precision))
+    error = np.linalg.norm(y - reference) / np.linalg.norm(reference)
+    assert error < (1e-3 if precision == "high" else 1e-6)
+
+
+@pytest.mark.gpu
+def test_highest_is_no_less_accurate_than_ieee(normal):
+    device = torch.device("cuda", 0)
+    of_tier("sm90", device)
+    for k in (256, 1024, 4096):
+        x, w = normal(512, k, device=device), normal(384, k, device=device)
+        reference = x.double() @ w.double().t()
+        errors = {p: (kernels.gemm(x, w, precision=p).double() - reference).norm() for p in ("ieee", "highest")}
+        assert errors["highest"] <= errors["ieee"]
+
+
+@pytest.mark.gpu
+def test_highest_scales_each_row(normal, to_numpy):
+    device = torch.device("cuda", 0)
+    of_tier("sm90", device)
+    rows = 10.0 ** torch.arange(-18, 18, device=device)[:, None]
+    x, w = normal(36, 300, device=device) * rows, normal(40, 300, device=device) * rows[:1] * 1e18
+    x[3] = 0
+    y = kernels.gemm(x, w, precision="highest").double()
+    reference = x.double() @ w.double().t()
+    assert torch.equal(y[3], torch.zeros_like(y[3]))
+    error = (y - reference).norm(dim=1) / reference.norm(dim=1).clamp(min=1e-300)
+    assert bool((error < 1e-6).all())
+
+
+def test_options_that_exclude_each_other_are_refused(normal):
+    x, w = normal(4, 8), normal(5, 8)
+    with pytest.raises(ValueError, match="accumulate adds to out"):
+        kernels.gemm(x, w, accumulate=True)
+    with pytest.raises(ValueError, match="exclude each other"):
+        kernels.gemm(x, w, mask=torch.zeros(4, 1, dtype=torch.int64), return_mask=True)
+    with pytest.raises(ValueError, match="mask must have shape"):
+        kernels.gemm(x, w, mask=torch.zeros(4, 2, dtype=torch.int64))
+    with pytest.raises(ValueError, match="precision must be one of"):
+        kernels.gemm(x, w, precision="medium")
+    with pytest.raises(TypeError, match="out_dtype"):
+        kernels.gemm(x, w, out_dtype=torch.float16)
+    with pytest.raises(ValueError, match="out is written in place"):
+        kernels.gemm(x, w, out=torch.zeros(5, 4).t())
+
+
+@pytest.mark.gpu
+def test_a_tier_that_cannot_be_had_is_refused(normal):
+    x, w = normal(4, 7, dtype=torch.float16, device="cuda"), normal(5, 7, dtype=torch.float16, device="cuda")
+    with pytest.raises(ValueError, match="tier 'sm90' is not possible"):
+        kernels.gemm(x, w, tier="sm90")
+
+
+def test_configurations_are_checked():
+    with pytest.raises(ValueError, match="cannot hold its share"):
+        _gemm_sm90.Config(256, 256, 2, 3)
+    with pytest.raises(ValueError, match="bytes of shared memory"):
+        _gemm_sm90.Config(128, 256, 2, 5)
+    with pytest.raises(ValueError, match="either splits K or shares loads"):
+        _gemm_sm90.Config(64, 64, 1, 4, cm=2, split=2)
+
+
+def test_the_tuning_table_is_valid():
+    for (_, dtype, layout), rows in _gemm_sm90.table().items():
+        assert dtype in ("float16", "bfloat16")
+        x_k, w_k = _gemm_sm90._k_major(layout)
+        for shape, config in rows:
+            assert len(shape) == 3
+            assert config.reads(x_k, w_k)
+            assert config.instance(getattr(torch, dtype), getattr(torch, dtype), x_k, w_k) in _gemm_sm90.INSTANCES
