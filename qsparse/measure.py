@@ -18,6 +18,7 @@ from torch import Tensor
 
 from qsparse.data import Split, normalize
 from qsparse.errors import UserError
+from qsparse.kernels import _load
 from qsparse.models import MLP
 from qsparse.nn import Linear, QuantLinear, SparseLinear
 from qsparse.timing import graph_times, percentile, wall_times
@@ -96,7 +97,7 @@ def measure(
     predictions = {name: out.argmax(dim=1) for name, out in logits.items()}
     baseline_correct = int((predictions[baseline] == labels).sum())
 
-    environment = _environment(device)
+    where = environment(device)
     rows = []
     for name, module in modules.items():
         correct = int((predictions[name] == labels).sum())
@@ -106,7 +107,8 @@ def measure(
             "run": run,
             "variant": name,
             "peer": None,
-            **_description(module, device),
+            **_description(module),
+            "kernel": _kernel(module, inputs[dtypes[name]][:1], device),
             "accuracy": correct / len(test),
             "accuracy_change": 100 * (correct - baseline_correct) / len(test),
             "agreement": int((predictions[name] == predictions[baseline]).sum()) / len(test),
@@ -123,7 +125,7 @@ def measure(
             "device": device.type,
             "simulated": False,
             "seed": None,
-            **environment,
+            **where,
         }
         if name in models:
             row |= details.get(name, {})
@@ -174,12 +176,12 @@ def _stored_bytes(module: torch.nn.Module) -> int:
     return sum(tensor.numel() * tensor.element_size() for tensor in module.state_dict().values())
 
 
-def _description(module: torch.nn.Module, device: torch.device) -> dict:
+def _description(module: torch.nn.Module) -> dict:
     """The fields that follow from what the module is made of."""
-    if not isinstance(module, MLP):
-        layers, kernel = [layer for layer in module.modules() if isinstance(layer, torch.nn.Linear)], "torch.nn.Linear"
+    if isinstance(module, MLP):
+        layers = list(module.layers().values())
     else:
-        layers, kernel = list(module.layers().values()), module.kernel(device)
+        layers = [layer for layer in module.modules() if isinstance(layer, torch.nn.Linear)]
     quantized = [layer for layer in layers if isinstance(layer, QuantLinear)]
     sparse = [layer for layer in layers if isinstance(layer, SparseLinear)]
     sizes = [layer.in_features * layer.out_features for layer in layers]
@@ -193,8 +195,19 @@ def _description(module: torch.nn.Module, device: torch.device) -> dict:
         "method": "absmax" if quantized else None,
         "format": _joined(layer.format for layer in sparse) if sparse else "dense",
         "density": sum(stored) / sum(sizes) if sparse else None,
-        "kernel": kernel,
     }
+
+
+def _kernel(module: torch.nn.Module, x: Tensor, device: torch.device) -> str:
+    """What computes the module: on a GPU, the kernels that one pass was seen to launch, as OPERATION:TIER."""
+    if not isinstance(module, MLP):
+        return "torch.nn.Linear"
+    if device.type == "cpu":
+        return module.cpu_kernel()
+    with torch.inference_mode(), _load.launched() as launches:
+        module(x)
+    sources = dict.fromkeys(launch.partition(".cu:")[0] for launch in launches)
+    return ", ".join(f"{name.removesuffix('_' + _load.tier_of(name))}:{_load.tier_of(name)}" for name in sources)
 
 
 def _dtype_name(layer: torch.nn.Module) -> str:
@@ -245,7 +258,7 @@ def _peak_bytes(module: torch.nn.Module, x: Tensor) -> int | None:
     return added + _stored_bytes(module) + x.numel() * x.element_size()
 
 
-def _environment(device: torch.device) -> dict:
+def environment(device: torch.device) -> dict:
     """Where and when: the same for every row of a run."""
     on_gpu = device.type == "cuda"
     return {

@@ -58,9 +58,9 @@ class MLP(torch.nn.Module):
             x = layer(x.to(_dtype_of(layer)))
         return x.float()
 
-    def kernel(self, device) -> str:
-        """What computes the layers on ``device``, as a result row shows it."""
-        return ", ".join(dict.fromkeys(layer.kernel(device) for layer in self.children()))
+    def cpu_kernel(self) -> str:
+        """What computes the layers on a CPU, as a result row shows it. (On a GPU a row shows what was launched.)"""
+        return ", ".join(dict.fromkeys(layer.cpu_kernel() for layer in self.children()))
 
     def replace(self, layers: dict[str, torch.nn.Module]) -> MLP:
         """A copy with some layers replaced; this model is left as it was and shares nothing with the copy."""

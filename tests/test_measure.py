@@ -99,7 +99,7 @@ def test_a_row_has_every_field_and_survives_json():
         assert row["sizes"] == [20, 12, 4]
         assert row["torch"] == torch.__version__
         assert row["threads"] == torch.get_num_threads()
-        assert row["kernel"] == models[row["variant"]].kernel("cpu")
+        assert row["kernel"] == models[row["variant"]].cpu_kernel()
         written = datetime.datetime.fromisoformat(row["date"])
         assert abs((datetime.datetime.now(datetime.UTC) - written).total_seconds()) < 300
     assert (rows[0]["file_bytes"], rows[0]["seed"]) == (None, None)

@@ -164,8 +164,8 @@ def test_a_model_comes_back_from_its_description_and_its_state(images):
 
 
 def test_kernel_says_what_runs():
-    assert models.MLP((784, 16, 10)).kernel("cpu") == "gemm:cpu"
-    kernel = mixed_model().kernel("cpu")
+    assert models.MLP((784, 16, 10)).cpu_kernel() == "gemm:cpu"
+    kernel = mixed_model().cpu_kernel()
     assert kernel.startswith("gemm_int8:cpu (")
     assert kernel.endswith("), spmm_coo:cpu, gemm:cpu")
 

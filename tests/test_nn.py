@@ -312,7 +312,7 @@ def test_a_layer_comes_back_from_its_description_and_its_state(index):
 
 
 def test_kernel_names_what_runs():
-    names = [layer.kernel("cpu") for layer in every_layer()]
+    names = [layer.cpu_kernel() for layer in every_layer()]
     assert names[0] == "gemm:cpu"
     assert names[2] in ("gemm_int8:cpu (torch._int_mm)", "gemm_int8:cpu (float32 slices)")
     assert names[4:6] == ["spmm_csr:cpu", "spmm_coo:cpu"]

@@ -34,7 +34,7 @@ from qsparse.bench.harness import (
 from qsparse.bench.peers import pytorch
 from qsparse.bench.shapes import CPU_SHAPES, DUEL, GPU_SHAPES, LARGEST, Shape
 from qsparse.errors import UserError
-from qsparse.measure import _environment
+from qsparse.measure import environment
 
 DTYPES = ("float16", "bfloat16", "float32", "int8")
 GPU_DTYPES, CPU_DTYPES = ("float16", "bfloat16", "float32"), ("float32", "bfloat16", "int8")
@@ -273,7 +273,7 @@ def bench(
         raise UserError("--duel sets the CPU against a GPU, and this runs on the CPU: leave it out")
     if set(layouts) != {"nt"} and "int8" in dtypes:
         raise UserError("--dtype int8 has the forward product only: leave --layout out, or name --dtype float32")
-    environment = _environment(device)
+    where = environment(device)
     rows: list[dict] = []
 
     def keep(more: Iterable[dict]) -> None:
@@ -287,14 +287,14 @@ def bench(
         for layout, shape in _order(layouts, shapes):
             say(f"{dtype} {layout} {','.join(map(str, shape))}")
             if ceilings and not ceilings.know(dtype) and (layout, shape) != ("nt", LARGEST):
-                ceilings.learn(_measure(LARGEST, dtype, "nt", device, environment, 20, epilogues=("none",)))
-            measured = _measure(shape, dtype, layout, device, environment, repetitions, tier)
+                ceilings.learn(_measure(LARGEST, dtype, "nt", device, where, 20, epilogues=("none",)))
+            measured = _measure(shape, dtype, layout, device, where, repetitions, tier)
             if ceilings:
                 ceilings.learn(measured)
             keep(each | (ceilings.share(each) if ceilings else _NO_CEILING) for each in measured)
     if duel or (duel is None and on_gpu):
         say("float32 duel of CPU and GPU")
-        keep(each | ceilings.share(each) for each in run_duel(device, environment))
+        keep(each | ceilings.share(each) for each in run_duel(device, where))
     ceiling = None
     if ceilings:
         best = ", ".join(f"{' '.join(filter(None, key))} {value:.0f}" for key, value in ceilings.tflops.items())

@@ -159,7 +159,7 @@ def compete(
     contenders = kernels | peers
     measured, seconds = {}, []
     for name, contender in contenders.items():
-        with _poisoned() if name in kernels else nullcontext(), _launches() as launches:
+        with _poisoned() if name in kernels else nullcontext(), _load.launched() as launches:
             output = contender.call()
         error = contender.reference.error(output)
         measured[name] = Measurement(error, error.within(contender.tolerance), launches=tuple(launches))
@@ -201,23 +201,6 @@ def _poisoned() -> Iterator[None]:
     finally:
         torch.use_deterministic_algorithms(before[0])
         torch.utils.deterministic.fill_uninitialized_memory = before[1]
-
-
-@contextlib.contextmanager
-def _launches() -> Iterator[list[str]]:
-    """Note every kernel of ours that is launched inside: what ran, not what the face should have chosen."""
-    seen: list[str] = []
-    function = _load._function
-
-    def note(device: int, source: str, instance: str, *rest):
-        seen.append(f"{Path(source).name}:{instance}")
-        return function(device, source, instance, *rest)
-
-    _load._function = note
-    try:
-        yield seen
-    finally:
-        _load._function = function
 
 
 def _seconds(call: Call) -> float:

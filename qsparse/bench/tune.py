@@ -23,7 +23,7 @@ from qsparse.bench.gemm import problem
 from qsparse.bench.harness import TOLERANCES, Call, Contender, compete, product_reference
 from qsparse.bench.shapes import GPU_SHAPES, Shape
 from qsparse.errors import UserError
-from qsparse.measure import _environment
+from qsparse.measure import environment
 
 DTYPES = ("float16", "bfloat16")
 _KEY = ("gpu", "dtype", "layout", "shape")
@@ -64,19 +64,19 @@ def tune(
         raise UserError(f"--tune with --dtype {untuned[0]}: only {', '.join(DTYPES)} have a table")
     face = importlib.import_module("qsparse.kernels._gemm_sm90")
     table = table or Path(face.TABLE)
-    environment = _environment(device)
+    where = environment(device)
     entries = []
     for dtype in dtypes:
         for layout in layouts:
             for shape in tuple(shapes) or GPU_SHAPES:
-                entry = _fastest(face, shape, dtype, layout, device, environment)
+                entry = _fastest(face, shape, dtype, layout, device, where)
                 say(f"{dtype} {layout} {entry['shape']}: {entry['us']} µs by {entry['config']}, {entry['tried']} tried")
                 entries.append(entry)
                 _write(table, [entry])
     return Tuned(entries, table)
 
 
-def _fastest(face: ModuleType, shape: Shape, dtype: str, layout: str, device: torch.device, environment: dict) -> dict:
+def _fastest(face: ModuleType, shape: Shape, dtype: str, layout: str, device: torch.device, where: dict) -> dict:
     given = problem(shape, dtype, layout, device)
     (m, k), n = given.a.shape, given.b.shape[0]
     configs = list(face.candidates(m, n, k, given.a.dtype, layout, device))
@@ -94,7 +94,7 @@ def _fastest(face: ModuleType, shape: Shape, dtype: str, layout: str, device: to
     winner = min(right, key=lambda number: right[number].us)
     best = right[winner]
     return {
-        "gpu": environment["gpu"],
+        "gpu": where["gpu"],
         "dtype": dtype,
         "layout": layout,
         "shape": [m, n, k],
@@ -104,7 +104,7 @@ def _fastest(face: ModuleType, shape: Shape, dtype: str, layout: str, device: to
         "us_p90": best.us_p90,
         "tried": len(configs),
         "wrong": len(configs) - len(right),
-        **{name: environment[name] for name in ("date", "commit", "torch", "cuda")},
+        **{name: where[name] for name in ("date", "commit", "torch", "cuda")},
     }
 
 

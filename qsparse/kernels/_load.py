@@ -275,6 +275,20 @@ def _function(device: int, name: str, instance: str, formats: str, shared: int) 
     return _Function(device, name, instance, formats, shared)
 
 
+_seen: list[str] | None = None  # where `launched` notes kernels, while it does
+
+
+@contextlib.contextmanager
+def launched():
+    """A list that every kernel launched inside is added to, as ``SOURCE:INSTANCE``: what ran, not what should have."""
+    global _seen
+    before, _seen = _seen, []
+    try:
+        yield _seen
+    finally:
+        _seen = before
+
+
 def launch(
     device, name: str, instance: str, formats: str, arguments: tuple, *, grid: int, block: int, shared: int = 0
 ) -> None:
@@ -288,6 +302,8 @@ def launch(
 
     if grid == 0:
         return
+    if _seen is not None:
+        _seen.append(f"{Path(name).name}:{instance}")
     function = _function(device.index, name, instance, formats, shared)
     stream = torch._C._cuda_getCurrentRawStream(device.index)
     if device.index == torch._C._cuda_getDevice():

@@ -1,7 +1,7 @@
 """Layers over ``qsparse.kernels``: ``Linear`` trains; ``QuantLinear`` and ``SparseLinear`` only infer.
 
 Every layer has ``in_features``, ``out_features``, ``activation`` (None or "relu"), ``describe()`` (what
-``from_description`` needs to make an empty one) and ``kernel(device)`` (what a result row shows).
+``from_description`` needs to make an empty one) and ``cpu_kernel()`` (what a result row shows on a CPU).
 """
 
 from qsparse.nn.linear import Linear

@@ -44,9 +44,8 @@ class QuantLinear(torch.nn.Module):
         relu = self.activation == "relu"
         return kernels.gemm_int8(q, self.weight, scale, self.weight_scale, self.bias, relu=relu)
 
-    def kernel(self, device) -> str:
-        tier = kernels.gemm_int8.tier(device)
-        return f"gemm_int8:{tier}" + (f" ({cpu_method()})" if tier == "cpu" else "")
+    def cpu_kernel(self) -> str:
+        return f"gemm_int8:cpu ({cpu_method()})"
 
     def describe(self) -> dict:
         return {
