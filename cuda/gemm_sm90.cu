@@ -17,17 +17,18 @@
 //                         tiles in turn, so that one writes its results while the other multiplies.
 //   parts                 (PARTS 2) float operands arrive as two halves each, high and low, that add up to 22 bits, and
 //                         scaled by a power of two a row (gemm_split.cu). Three products are summed, the small ones
-//                         first. The tensor cores truncate where they should round, so every PROMOTE steps the sums
-//                         move to registers that are added to properly.
+//                         first. The tensor cores truncate where they should round, which shrinks a sum of many steps;
+//                         so every other step of the big product is moved to registers and added there.
 //   split K               where there are too few tiles to fill the chip, the SPLIT blocks of a cluster share one tile
 //                         and divide K; they add up through distributed shared memory, in a fixed order.
 
 #include "common/wgmma.cuh"
 
-constexpr int ROW = 128;  // bytes of K in a step: the width of a swizzled row
-constexpr int PROMOTE = 2;
+constexpr int ROW = 128;         // bytes of K in a stage: the width of a swizzled row
+constexpr int STEPS = ROW / 32;  // one wgmma takes 32 of them
 constexpr int WARPGROUP = 128;
-enum NamedBarrier { ALL = 1, OWN = 2, TURN = 6 };  // all consumers; one's own (+ consumer); whose turn (+ consumer)
+// All consumers; a consumer's own (+ its number); whose turn it is (+ its number); barriers are initialised.
+enum NamedBarrier { ALL = 1, OWN = 2, TURN = 6, READY = 9 };
 
 // Halves that stand for floats come with a float bias.
 template <typename T, int PARTS> struct BiasType { using type = T; };
@@ -61,7 +62,7 @@ struct Config {
     static_assert(SHARED <= 227 * 1024, "more shared memory than Hopper gives a block");
 };
 
-enum Flag { RELU = 1, TMA_STORE = 2, ACCUMULATE = 4 };  // as in the Python face
+enum Flag { RELU = 1, TMA_STORE = 2, ACCUMULATE = 4, PAIRS = 8 };  // as in the Python face
 enum Mask { NO_MASK, WRITE_MASK, APPLY_MASK };
 
 // Load this block's share of a tile of ROWS rows (M or N) and one step of K, and send it to the blocks in `mask`.
@@ -138,8 +139,11 @@ gemm_sm90(const __grid_constant__ TensorMap x_map, const __grid_constant__ Tenso
         }
         mbarrier_init_fence();
     }
+    // Alone, the initialising thread, which also loads, need not wait for anybody.
+    const int warpgroup = threadIdx.x / WARPGROUP;
     if (C::CLUSTER > 1) cluster_sync();
-    else __syncthreads();
+    else if (warpgroup > 0) barrier_sync(READY, 32 + CONSUMERS * WARPGROUP);
+    else if (threadIdx.x < 32) barrier_arrive(READY, 32 + CONSUMERS * WARPGROUP);
 
     // Every block of a cluster walks the same list of cluster tiles.
     const int tiles_m = (M + BM * CM - 1) / (BM * CM), tiles_n = (N + BN * CN - 1) / (BN * CN);
@@ -156,7 +160,6 @@ gemm_sm90(const __grid_constant__ TensorMap x_map, const __grid_constant__ Tenso
     const int k_first = SPLIT > 1 ? static_cast<int>(rank) * k_share : 0;
     const int k_count = max(0, min(k_share, k_tiles - k_first)) * C::PRODUCTS;
 
-    const int warpgroup = threadIdx.x / WARPGROUP;
     if (warpgroup == 0) {
         if (CONSUMERS > 1) give_registers<40>();
         if (threadIdx.x == 0) {
@@ -214,6 +217,7 @@ gemm_sm90(const __grid_constant__ TensorMap x_map, const __grid_constant__ Tenso
             float acc[C::MI][BN / 2];
             if (k_count == 0) zero(acc);
             if (bias) {
+                barrier_sync(OWN + consumer, WARPGROUP);  // the previous tile's biases are no longer read
                 for (int i = thread; i < BN; i += WARPGROUP)
                     biases[consumer * BN + i] = n0 + i < N ? bias[n0 + i] : from_float<Bias<T, PARTS>>(0.0f);
                 barrier_sync(OWN + consumer, WARPGROUP);
@@ -224,52 +228,49 @@ gemm_sm90(const __grid_constant__ TensorMap x_map, const __grid_constant__ Tenso
             auto next = [&] {
                 if (++stage == STAGES) stage = 0, phase ^= 1;
             };
-            auto multiply = [&](bool fresh) {  // acc (+)= this stage's product, begun but not waited for
-                mbarrier_wait(&full[stage], phase);
+            // Begin the products of wgmma steps FROM to TO of this stage; fresh: into, not onto, these sums.
+            auto multiply = [&](float (&into)[C::MI][BN / 2], bool fresh, int from = 0, int to = STEPS) {
                 const char* xs = x_tiles + stage * C::X_BYTES + share * C::MI * 64 * ROW;
                 const char* ws = w_tiles + stage * C::W_BYTES;
                 wgmma_fence();
 #pragma unroll
-                for (int kk = 0; kk < ROW / 32; ++kk) {
+                for (int kk = from; kk < to; ++kk) {
                     // one wgmma takes 32 bytes along a K-major row, or two groups of 8 rows of an M/N-major panel
                     const auto b = wgmma_descriptor(ws + kk * (W_K ? 32 : 2048), W_K ? 16 : 64 * ROW);
 #pragma unroll
                     for (int i = 0; i < C::MI; ++i) {
                         const auto a = wgmma_descriptor(xs + i * 64 * ROW + kk * (X_K ? 32 : 2048), 16);
-                        wgmma<T, BN, !X_K, !W_K>(acc[i], a, b, kk > 0 || !fresh);
+                        wgmma<T, BN, !X_K, !W_K>(into[i], a, b, kk > from || !fresh);
                     }
                 }
                 wgmma_commit();
             };
-            if constexpr (PARTS == 1) {
-                int previous = 0;
-                for (int k = 0; k < k_count; ++k) {
-                    multiply(k == 0);
-                    wgmma_wait<1>();  // the products of the previous stage are done, those of this one go on
-                    if (k > 0) release(previous);
-                    previous = stage;
-                    next();
-                }
-                if (PINGPONG) barrier_arrive(TURN + 1 - consumer, 2 * WARPGROUP);
-                wgmma_wait<0>();
-                if (k_count > 0) release(previous);
-            } else {
-                float sums[C::MI][BN / 2];
+            int previous = 0;
+            for (int k = 0; k < (PARTS == 2 ? k_count / 3 * 2 : k_count); ++k) {
+                mbarrier_wait(&full[stage], phase);
+                multiply(acc, k == 0);
+                wgmma_wait<1>();  // the products of the previous stage are done, those of this one go on
+                if (k > 0) release(previous);
+                previous = stage;
+                next();
+            }
+            if (PINGPONG) barrier_arrive(TURN + 1 - consumer, 2 * WARPGROUP);
+            wgmma_wait<0>();
+            if (k_count > 0) release(previous);
+            if constexpr (PARTS == 2) {  // the big product, in two sets of sums: one is added while the other runs
+                float sums[C::MI][BN / 2], other[C::MI][BN / 2];
                 zero(sums);
-                for (int k = 0; k < k_count; k += PROMOTE) {
-                    int used[PROMOTE];
-#pragma unroll
-                    for (int p = 0; p < PROMOTE; ++p) {
-                        if (k + p == k_count) break;
-                        multiply(p == 0);
-                        used[p] = stage;
-                        next();
-                    }
-                    wgmma_wait<0>();
-#pragma unroll
-                    for (int p = 0; p < PROMOTE; ++p)
-                        if (k + p < k_count) release(used[p]);
+                add(sums, acc);
+                for (int k = 0; k < k_count / 3; ++k) {
+                    mbarrier_wait(&full[stage], phase);
+                    multiply(acc, true, 0, STEPS / 2);
+                    multiply(other, true, STEPS / 2, STEPS);
+                    wgmma_wait<1>();
                     add(sums, acc);
+                    wgmma_wait<0>();
+                    release(stage);
+                    add(sums, other);
+                    next();
                 }
                 zero(acc);
                 add(acc, sums);
@@ -315,7 +316,7 @@ gemm_sm90(const __grid_constant__ TensorMap x_map, const __grid_constant__ Tenso
                     low = to_float(from_float<O>(low)) + to_float(at[0]);
                     if (n + 1 < N) high = to_float(from_float<O>(high)) + to_float(at[1]);
                 }
-                if (N % 2 == 0) {
+                if (flags & PAIRS) {
                     *reinterpret_cast<typename Pair<O>::type*>(at) = pair_from<O>(low, high);
                 } else {
                     at[0] = from_float<O>(low);

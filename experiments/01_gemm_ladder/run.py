@@ -26,7 +26,7 @@ from qsparse.bench.peers import pytorch
 from qsparse.device import resolve_device
 from qsparse.errors import UserError
 from qsparse.kernels import _load
-from qsparse.measure import _environment
+from qsparse.measure import environment
 
 HERE = Path(__file__).resolve().parent
 ROWS, FIGURE, README = HERE / "rows.jsonl", HERE / "figure.png", HERE / "README.md"
@@ -119,13 +119,13 @@ SUMMIT_IDEA = "The library's kernel: any shape, persistent blocks, roles for war
 
 def climb(device: torch.device) -> list[dict]:
     """A row for every rung that this card has, at every size, each timed in turn with cuBLAS."""
-    environment = _environment(device)
+    where = environment(device)
     runnable = [rung for rung in RUNGS if _runs_on(rung, device)]
     rows = []
     for size in SIZES:
         for rung in runnable:
-            rows.append(_row(rung.stem, rung.tier, rung, _problem(size, rung.dtype, device), environment))
-        rows.append(_row(SUMMIT, None, kernels.gemm, _problem(size, "float16", device), environment))
+            rows.append(_row(rung.stem, rung.tier, rung, _problem(size, rung.dtype, device), where))
+        rows.append(_row(SUMMIT, None, kernels.gemm, _problem(size, "float16", device), where))
     return rows
 
 

@@ -45,6 +45,7 @@ def face(sources: dict[str, tuple[str, ...]], *, in_place: tuple[str, ...] = ())
     return decorate
 
 
+@functools.lru_cache(maxsize=256)
 def _tier(sources: tuple[str, ...], device: torch.device | str) -> str:
     """The tier that runs on ``device``: ``cpu``, or the best of the face's tiers that the card's capability serves."""
     device = torch.device(device)
@@ -131,10 +132,9 @@ def check_tensor(name: str, value, dtypes: tuple[torch.dtype, ...], shape: tuple
     if value.dtype not in dtypes:
         allowed = ", ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
         raise TypeError(f"{name} must be {allowed}, got {str(value.dtype).removeprefix('torch.')}")
-    fits = value.dim() == len(shape) and all(
-        want in (None, have) for want, have in zip(shape, value.shape, strict=True)
-    )
-    if not fits:
+    if len(value.shape) != len(shape) or any(
+        want is not None and want != have for want, have in zip(shape, value.shape, strict=True)
+    ):
         wanted = ", ".join("any" if size is None else str(size) for size in shape) + ("," if len(shape) == 1 else "")
         raise ValueError(f"{name} must have shape ({wanted}), got {tuple(value.shape)}")
     if value.device.type not in ("cpu", "cuda"):

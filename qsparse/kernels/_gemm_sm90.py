@@ -25,8 +25,9 @@ SHARED_LIMIT = 227 * 1024
 _C = {torch.float16: "__half", torch.bfloat16: "__nv_bfloat16", torch.float32: "float"}
 _BOOL = ("false", "true")
 _STEP = 128  # bytes of K that a pipeline stage holds of each row
-_RELU, _TMA_STORE, _ACCUMULATE = 1, 2, 4  # enum Flag of the kernel
+_RELU, _TMA_STORE, _ACCUMULATE, _PAIRS = 1, 2, 4, 8  # enum Flag of the kernel
 NO_MASK, WRITE_MASK, APPLY_MASK = 0, 1, 2
+_NO_MAP = bytes(128)
 _FORMATS = "128s128s128sPPPPPiiifii"
 
 
@@ -226,38 +227,98 @@ def launch_gemm(
     ``x_k`` and ``w_k`` say whether an operand's rows are contiguous, ``ldx`` and ``ldw`` are the strides of the other
     direction in elements. ``mask`` (M, ceil(N / 64)) int64 is written or applied by ``mask_mode``.
     """
+    found = plan(x, x_k, ldx, w, w_k, ldw, y, relu=relu, accumulate=accumulate, mask_mode=mask_mode, config=config)
+    return launch_plan(found, x, w, bias, y, alpha, mask)
+
+
+def plan(
+    x, x_k, ldx, w, w_k, ldw, y, *, relu=False, accumulate=False, mask_mode=NO_MASK, config: Config | None = None
+) -> _Plan:
+    """What ``launch_gemm`` would launch; the same for all arrays of these shapes, strides and dtypes."""
     (m, k), n = x.shape, w.shape[0]
-    device = x.device
-    if config is None:
-        name, sms = multiprocessors(device.index)
-        if y.dtype == x.dtype != torch.float32 and mask_mode == NO_MASK:
-            config = choose(m, n, k, x.dtype, x_k, w_k, name, sms)
-        else:
-            config = _biggest(_TF32 if x.dtype == torch.float32 else _FEW, m, n, sms)
-    bm, bn, out = config.bm, config.bn, y.dtype
-    x_rows, x_columns, x_box = (m, k, bm // config.cn) if x_k else (k, m, 64)
-    w_rows, w_columns, w_box = (n, k, bn // config.cm) if w_k else (k, n, 64)
-    step = _STEP // x.element_size()
-    x_map = tensor_map(x.data_ptr(), x.dtype, x_rows, x_columns, ldx, (x_box, step))
-    w_map = tensor_map(w.data_ptr(), w.dtype, w_rows, w_columns, ldw, (w_box, step))
-    flags = (_RELU if relu else 0) | (_ACCUMULATE if accumulate else 0)
-    y_map = bytes(128)
-    if out != torch.float32 and config.split == 1 and n % 8 == 0 and y.data_ptr() % 16 == 0:
-        y_map = tensor_map(y.data_ptr(), out, m, n, n, (64, 64))
-        flags |= _TMA_STORE
+    kinds = (x.dtype, y.dtype, x_k, w_k, mask_mode)
+    return _plan(x.device.index, m, n, k, ldx, ldw, *kinds, relu, accumulate, y.data_ptr() % 16, config)
+
+
+def launch_plan(found: _Plan, x, w, bias, y, alpha: float, mask=None) -> torch.Tensor:
+    """Launch a plan on arrays of its kind."""
+    y_address = y.data_ptr()
     arguments = (
-        *(x_map, w_map, y_map, _address(bias), y.data_ptr(), _address(mask), 0, 0),
-        *(m, n, k, alpha, flags, config.group),
+        tensor_map(x.data_ptr(), *found.x_map),
+        tensor_map(w.data_ptr(), *found.w_map),
+        tensor_map(y_address, *found.y_map) if found.y_map else _NO_MAP,
+        _address(bias),
+        y_address,
+        _address(mask),
+        *(0, 0),
+        *found.sizes,
+        alpha,
+        found.flags,
+        found.group,
     )
-    instance = config.instance(x.dtype, out, x_k, w_k, mask_mode)
-    _launch(device, config, instance, arguments, m, n, config.shared(out.itemsize, x.element_size()))
+    launch(x.device, SOURCE, found.instance, _FORMATS, arguments, found.grid, found.block, found.shared)
     return y
+
+
+@dataclass(frozen=True)
+class _Plan:
+    """All of a launch that does not depend on where the arrays lie; the maps lack their addresses."""
+
+    sizes: tuple[int, int, int]
+    instance: str
+    grid: int
+    block: int
+    shared: int
+    x_map: tuple
+    w_map: tuple
+    y_map: tuple | None
+    flags: int
+    group: int
+
+
+@functools.lru_cache(maxsize=4096)
+def _plan(device, m, n, k, ldx, ldw, dtype, out, x_k, w_k, mask_mode, relu, accumulate, y_offset, config) -> _Plan:
+    name, sms = multiprocessors(device)
+    if config is None and out == dtype != torch.float32 and mask_mode == NO_MASK:
+        config = choose(m, n, k, dtype, x_k, w_k, name, sms)
+    elif config is None:
+        config = _biggest(_TF32 if dtype == torch.float32 else _FEW, m, n, sms)
+    step = _STEP // dtype.itemsize
+    flags = (_RELU if relu else 0) | (_ACCUMULATE if accumulate else 0) | _pairs(out, n, y_offset)
+    y_map = None
+    if out != torch.float32 and config.split == 1 and n % 8 == 0 and y_offset == 0:
+        y_map = (out, m, n, n, (64, 64))
+        flags |= _TMA_STORE
+    return _Plan(
+        (m, n, k),
+        config.instance(dtype, out, x_k, w_k, mask_mode),
+        *_grid(config, m, n, sms),
+        config.shared(out.itemsize, dtype.itemsize),
+        (dtype, m, k, ldx, (config.bm // config.cn, step)) if x_k else (dtype, k, m, ldx, (64, 64)),
+        (dtype, n, k, ldw, (config.bn // config.cm, step)) if w_k else (dtype, k, n, ldw, (64, 64)),
+        y_map,
+        flags,
+        config.group,
+    )
+
+
+def _pairs(out: torch.dtype, n: int, y_offset: int) -> int:
+    """The flag that says that two neighbouring outputs may be stored at once."""
+    return _PAIRS if n % 2 == 0 and y_offset % (2 * out.itemsize) == 0 else 0
+
+
+def _grid(config: Config, m: int, n: int, sms: int) -> tuple[int, int]:
+    """Blocks and threads a block: all tiles at once where K is split, else as many clusters as the chip holds."""
+    tiles = -(-m // (config.bm * config.cm)) * -(-n // (config.bn * config.cn))
+    clusters = tiles if config.split > 1 else min(tiles, sms // config.cluster)
+    return clusters * config.cluster, 128 * (config.consumers + 1)
 
 
 def launch_split(x, ldx: int, w, ldw: int, bias, y, *, relu: bool = False, alpha: float = 1.0) -> torch.Tensor:
     """The same for float32 ``x (M, K)`` and ``w (N, K)``, both K-major, as three products of halves (gemm_split.cu)."""
     (m, k), n = x.shape, w.shape[0]
-    config = _biggest(_SPLIT, m, n, multiprocessors(x.device.index)[1])
+    sms = multiprocessors(x.device.index)[1]
+    config = _biggest(_SPLIT, m, n, sms)
     x_parts, x_scale = _split(x, ldx)
     w_parts, w_scale = _split(w, ldw)
     maps = (
@@ -265,11 +326,12 @@ def launch_split(x, ldx: int, w, ldw: int, bias, y, *, relu: bool = False, alpha
         for parts, rows, box in ((x_parts, m, config.bm // config.cn), (w_parts, n, config.bn // config.cm))
     )
     arguments = (
-        *(*maps, bytes(128), _address(bias), y.data_ptr(), 0, x_scale.data_ptr(), w_scale.data_ptr()),
-        *(m, n, k, alpha, _RELU if relu else 0, config.group),
+        *(*maps, _NO_MAP, _address(bias), y.data_ptr(), 0, x_scale.data_ptr(), w_scale.data_ptr()),
+        *(m, n, k, alpha, (_RELU if relu else 0) | _pairs(y.dtype, n, y.data_ptr() % 16), config.group),
     )
     instance = config.instance(torch.float16, torch.float32, parts=2)
-    _launch(x.device, config, instance, arguments, m, n, config.shared(4, 4))
+    grid, block = _grid(config, m, n, sms)
+    launch(x.device, SOURCE, instance, _FORMATS, arguments, grid=grid, block=block, shared=config.shared(4, 4))
     return y
 
 
@@ -285,11 +347,3 @@ def _split(a: torch.Tensor, ld: int) -> tuple[torch.Tensor, torch.Tensor]:
 
 def _address(a: torch.Tensor | None) -> int:
     return 0 if a is None else a.data_ptr()
-
-
-def _launch(device, config: Config, instance: str, arguments: tuple, m: int, n: int, shared: int) -> None:
-    tiles = -(-m // (config.bm * config.cm)) * -(-n // (config.bn * config.cn))
-    fitting = multiprocessors(device.index)[1] // config.cluster
-    clusters = tiles if config.split > 1 else min(tiles, fitting)
-    grid, block = clusters * config.cluster, 128 * (config.consumers + 1)
-    launch(device, SOURCE, instance, _FORMATS, arguments, grid=grid, block=block, shared=shared)

@@ -191,7 +191,7 @@ class _Function:
             if shared > 48 * 1024:
                 raw.max_dynamic_shared_size_bytes = shared
             self._handle = driver.CUfunction(raw.kernel.ptr)
-        self._driver = driver
+        self._driver, self._device = driver, device
         self._layout = struct.Struct("@" + formats)
         self._buffer = ctypes.create_string_buffer(max(self._layout.size, 1))
         letters = re.findall(r"\d*[a-zA-Z]", formats)
@@ -210,6 +210,9 @@ class _Function:
         with self._lock:  # the driver copies the arguments before it returns
             self._layout.pack_into(self._buffer, 0, *arguments)
             (status,) = self._driver.cuLaunchKernelEx(config, self._handle, self._pointers_address, 0)
+            if status == self._driver.CUresult.CUDA_ERROR_INVALID_CONTEXT:  # a thread's first use of the GPU
+                _bind_context(self._device)
+                (status,) = self._driver.cuLaunchKernelEx(config, self._handle, self._pointers_address, 0)
         if status:
             raise RuntimeError(f"the kernel launch failed: {status.name}")
 
@@ -225,6 +228,14 @@ class _Function:
             self._configs.clear()
         self._configs[key] = config
         return config
+
+
+def _bind_context(device: int) -> None:
+    """Make the device's context current in this thread, whose first CUDA call this may be (a backward pass's)."""
+    import cupy
+
+    cupy.cuda.Device(device).use()
+    cupy.cuda.runtime.free(0)
 
 
 @functools.cache
@@ -290,7 +301,7 @@ def launched():
 
 
 def launch(
-    device, name: str, instance: str, formats: str, arguments: tuple, *, grid: int, block: int, shared: int = 0
+    device, name: str, instance: str, formats: str, arguments: tuple, grid: int, block: int, shared: int = 0
 ) -> None:
     """Launch one kernel instance on ``device`` (a ``torch.device``) and PyTorch's current stream there.
 

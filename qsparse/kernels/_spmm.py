@@ -24,19 +24,20 @@ def spmm(op: str, x, entries, formats: str, bias, n: int, relu: bool):
     """Launch ``op`` (``spmm_csr`` or ``spmm_coo``); ``entries`` are its arguments that describe W."""
     m, k = x.shape
     x = rows(x)
-    bias = 0 if bias is None else rows(bias).data_ptr()
+    bias = None if bias is None else rows(bias)  # a copy must live until the launch
+    bias_address = 0 if bias is None else bias.data_ptr()
     y = torch.empty((m, n), dtype=x.dtype, device=x.device)
 
     def run(part: str, kinds: str, arguments: tuple, blocks: int) -> None:
         launch(x.device, f"{op}.cu", f"{op}_{part}<{C[x.dtype]}>", kinds, arguments, grid=blocks, block=BLOCK)
 
     if m <= SMALL_M:
-        arguments = (x.data_ptr(), *entries, bias, y.data_ptr(), m, n, k, relu)
+        arguments = (x.data_ptr(), *entries, bias_address, y.data_ptr(), m, n, k, relu)
         run("small", f"P{formats}PPqqqi", arguments, -(-m * n // WARPS))
         return y
     xt = torch.empty((k, m), dtype=x.dtype, device=x.device)
     run("transpose", "PPqq", (x.data_ptr(), xt.data_ptr(), m, k), -(-m // TILE) * -(-k // TILE))
-    arguments = (xt.data_ptr(), *entries, bias, y.data_ptr(), m, n, relu)
+    arguments = (xt.data_ptr(), *entries, bias_address, y.data_ptr(), m, n, relu)
     run("large", f"P{formats}PPqqi", arguments, -(-m // TILE) * -(-n // TILE))
     return y
 

@@ -248,7 +248,7 @@ def test_a_run_on_the_gpu():
     device = torch.device("cuda", torch.cuda.current_device())
     given = gemm.problem((256, 256, 784), "float16", "nt", device)
     variants = [gemm.Variant(epilogue, None) for epilogue in gemm.EPILOGUES]
-    rows = gemm.measure_problem(given, variants, gemm._environment(device), repetitions=50)
+    rows = gemm.measure_problem(given, variants, gemm.environment(device), repetitions=50)
     assert [row["peer"] for row in rows] == ["cublas", "cublaslt", "torch_eager", "torch._addmm_activation"]
     for row in rows:
         assert row["correct"]
