@@ -84,7 +84,7 @@ def _version(asked: bool) -> None:
 
 RunArgument = Annotated[
     Path | None,
-    typer.Argument(metavar="[RUN]", show_default=False, help="The run directory; left out: the newest run."),
+    typer.Argument(metavar="RUN", show_default=False, help="The run directory; left out: the newest run."),
 ]
 DeviceOption = Annotated[
     Device, typer.Option(help="auto takes the GPU when there is one and CuPy is installed, else the CPU.")
@@ -192,7 +192,7 @@ def quantize(
     device: DeviceOption = Device.auto,
     as_json: JsonOption = False,
 ) -> None:
-    """Store and compute a trained run in fewer bits, and measure it beside the baseline."""
+    """Quantize a run, and measure it beside the baseline. It is stored and computed in fewer bits."""
     from qsparse import compress
 
     _print_compressed(compress.quantize_run(run, dtype.value, device=device.value, console=_console()), as_json)
@@ -214,7 +214,7 @@ def sparsify(
     device: DeviceOption = Device.auto,
     as_json: JsonOption = False,
 ) -> None:
-    """Keep the largest weights of a trained run only, and measure it beside the baseline."""
+    """Prune a run, and measure it beside the baseline. Only its largest weights are stored and computed."""
     if lr is not None and not finetune_epochs:
         raise UserError("--lr is of the fine-tuning: give --finetune-epochs too")
 
@@ -236,7 +236,7 @@ def sparsify(
 def report(
     runs: Annotated[
         list[Path] | None,
-        typer.Argument(metavar="[RUNS]...", show_default=False, help="Run directories; left out: all under runs/."),
+        typer.Argument(metavar="RUNS", show_default=False, help="Run directories; left out: all under runs/."),
     ] = None,
     out: Annotated[
         Path | None,
@@ -244,7 +244,7 @@ def report(
     ] = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Show what was measured as one table, and draw accuracy against latency and against bytes."""
+    """Show and draw what was measured. One table; accuracy against latency and against bytes."""
     from qsparse import collect
     from qsparse.report import show
 
@@ -257,7 +257,7 @@ def report(
 
 @app.command()
 def doctor(as_json: JsonOption = False) -> None:
-    """Say what this machine runs, what is missing, and the command that gets it."""
+    """Say what this machine runs, and how to get what is missing."""
     from qsparse import doctor
 
     found = doctor.report()
