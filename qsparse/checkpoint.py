@@ -17,11 +17,12 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import fcntl
 import json
 import os
 import shutil
 import tempfile
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -156,6 +157,27 @@ def make_directory(path: str | Path) -> Path:
     except OSError as error:
         raise UserError(f"cannot make the directory {path}: {_reason(error)}") from error
     return path
+
+
+@contextlib.contextmanager
+def exclusive(run: Path) -> Iterator[None]:
+    """Hold the directory `run` for one training, whose files two would mix. Raises UserError while another holds it.
+
+    The system lets go of it when the process ends, however it ends. A file system without locks holds nothing.
+    """
+    try:
+        descriptor = os.open(run, os.O_RDONLY)
+    except OSError as error:
+        raise UserError(f"cannot read {run}: {_reason(error)}") from error
+    try:
+        with contextlib.suppress(OSError):
+            try:
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                raise UserError(f"another process is training in {run}: wait for it, or choose another --out") from None
+        yield
+    finally:
+        os.close(descriptor)
 
 
 def clear_run(run: Path) -> None:

@@ -12,6 +12,9 @@ import torch
 
 from qsparse.kernels import _load
 
+C_FLOATS = {torch.float32: "float", torch.float16: "__half", torch.bfloat16: "__nv_bfloat16"}
+"""The dtypes that float kernels take, as C++ spells them."""
+
 
 def face(sources: dict[str, tuple[str, ...]], *, in_place: tuple[str, ...] = ()):
     """Make a function over torch tensors into a face: CuPy and NumPy arrays work too, and come back as they came.

@@ -10,10 +10,10 @@ from dataclasses import dataclass
 
 import torch
 
+from qsparse.kernels._face import C_FLOATS
 from qsparse.kernels._load import launch, multiprocessors
 
 SOURCE = "gemm_simt.cu"
-_C = {torch.float32: "float", torch.float16: "__half", torch.bfloat16: "__nv_bfloat16"}
 _BOOL = ("false", "true")
 _PLAIN_TILE, _PLAIN_THREADS = 64, 256  # of the general rung
 _SUM_THREADS = 256
@@ -69,7 +69,7 @@ CONFIGS = (
 
 
 def _plain_instance(dtype: torch.dtype, out: torch.dtype, x_k_major: bool, w_k_major: bool) -> str:
-    return f"gemm_simt<{_C[dtype]}, {_C[out]}, {_BOOL[x_k_major]}, {_BOOL[w_k_major]}>"
+    return f"gemm_simt<{C_FLOATS[dtype]}, {C_FLOATS[out]}, {_BOOL[x_k_major]}, {_BOOL[w_k_major]}>"
 
 
 INSTANCES = (

@@ -11,10 +11,11 @@ from dataclasses import dataclass
 
 import torch
 
+from qsparse.kernels._face import C_FLOATS
 from qsparse.kernels._load import launch
 
 SOURCE = "gemm_sm80.cu"
-_C = {torch.float16: "__half", torch.bfloat16: "__nv_bfloat16"}
+_DTYPES = (torch.float16, torch.bfloat16)
 _BOOL = ("false", "true")
 _CHUNK = 8  # elements in the 16 bytes that one copy moves
 _GROUP_ROWS = 2048  # rows of y that blocks running together cover: 132 tiles of 128 x 256 are then about square
@@ -62,7 +63,7 @@ class Config:
     def instance(self, dtype: torch.dtype, x_k_major: bool, w_k_major: bool) -> str:
         """The C++ name of the kernel."""
         sizes = f"{self.bm}, {self.bn}, {self.bk}, {self.wm}, {self.wn}, {self.stages}"
-        return f"gemm_sm80<{_C[dtype]}, {_BOOL[x_k_major]}, {_BOOL[w_k_major]}, {sizes}>"
+        return f"gemm_sm80<{C_FLOATS[dtype]}, {_BOOL[x_k_major]}, {_BOOL[w_k_major]}, {sizes}>"
 
 
 # Speeds are estimates, not yet measured.
@@ -74,8 +75,8 @@ CONFIGS = (
 )
 SPLITS = (1, 2, 4, 8, 16)
 INSTANCES = (
-    *(c.instance(dtype, x, w) for c in CONFIGS for dtype in _C for x in (True, False) for w in (True, False)),
-    *(f"gemm_sm80_sum<{name}>" for name in _C.values()),
+    *(c.instance(dtype, x, w) for c in CONFIGS for dtype in _DTYPES for x in (True, False) for w in (True, False)),
+    *(f"gemm_sm80_sum<{C_FLOATS[dtype]}>" for dtype in _DTYPES),
 )
 
 
@@ -88,7 +89,7 @@ def supports(x: torch.Tensor, x_k_major: bool, ldx: int, w: torch.Tensor, w_k_ma
     """
     (m, k), n = x.shape, w.shape[0]
     return (
-        x.dtype in _C
+        x.dtype in _DTYPES
         and ldx % _CHUNK == ldw % _CHUNK == 0
         and (k if x_k_major else m) % _CHUNK == 0
         and (k if w_k_major else n) % _CHUNK == 0
@@ -154,7 +155,7 @@ def launch_gemm(
         launch(
             x.device,
             SOURCE,
-            f"gemm_sm80_sum<{_C[x.dtype]}>",
+            f"gemm_sm80_sum<{C_FLOATS[x.dtype]}>",
             "PPPqifii",
             (sums_address, bias_address, y.data_ptr(), m, n, alpha, relu, split),
             grid=-(-m * n // _SUM_BLOCK),

@@ -16,13 +16,13 @@ from pathlib import Path
 
 import torch
 
+from qsparse.kernels._face import C_FLOATS
 from qsparse.kernels._load import launch, multiprocessors, tensor_map
 
 SOURCE, SPLIT_SOURCE = "gemm_sm90.cu", "gemm_split.cu"
 SPLIT_INSTANCES = ("gemm_split",)
 TABLE = Path(__file__).with_name("gemm_sm90.json")
 SHARED_LIMIT = 227 * 1024
-_C = {torch.float16: "__half", torch.bfloat16: "__nv_bfloat16", torch.float32: "float"}
 _BOOL = ("false", "true")
 _STEP = 128  # bytes of K that a pipeline stage holds of each row
 _RELU, _TMA_STORE, _ACCUMULATE, _PAIRS = 1, 2, 4, 8  # enum Flag of the kernel
@@ -86,7 +86,7 @@ class Config:
         """The C++ name of the kernel."""
         sizes = (self.bm, self.bn, self.consumers, self.stages, self.cm, self.cn, self.split, self.panels)
         flags = f"{_BOOL[x_k]}, {_BOOL[w_k]}, {', '.join(map(str, sizes))}, {_BOOL[self.pingpong]}, {mask}, {parts}"
-        return f"gemm_sm90<{_C[dtype]}, {_C[out]}, {flags}>"
+        return f"gemm_sm90<{C_FLOATS[dtype]}, {C_FLOATS[out]}, {flags}>"
 
 
 # Big tiles need the fewest bytes; small and split ones fill the chip when there is little to do.
@@ -130,12 +130,14 @@ INSTANCES = tuple(_instances())
 def supports(x: torch.Tensor, ldx: int, w: torch.Tensor, ldw: int, precision: str) -> bool:
     """Whether the tier takes these operands: rows and addresses on 16-byte boundaries (TMA), nothing empty.
 
-    float32 comes here for the precisions "high" and "highest" only; the latter is split first, so lies anyhow.
+    float32 comes here for the precisions "high" and "highest" only; the latter is split first, so lies anyhow, and
+    pays for the splitting only where there is enough to multiply (measured: experiments/10_gemm_bench).
     """
-    if 0 in (*x.shape, *w.shape) or max(*x.shape, *w.shape) >= 2**30:  # rows are counted in 32 bits, parts doubled
+    (m, k), n = x.shape, w.shape[0]
+    if 0 in (m, n, k) or max(m, n, k) >= 2**30:  # rows are counted in 32 bits, parts doubled
         return False
     if x.dtype == torch.float32 and precision != "high":
-        return precision == "highest"
+        return precision == "highest" and min(m, n) >= 128 and m * n * k >= 2**28
     aligned = 16 // x.element_size()
     return ldx % aligned == ldw % aligned == 0 and x.data_ptr() % 16 == w.data_ptr() % 16 == 0
 

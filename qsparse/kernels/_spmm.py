@@ -7,17 +7,16 @@ import warnings
 
 import torch
 
-from qsparse.kernels._face import rows
+from qsparse.kernels._face import C_FLOATS, rows
 from qsparse.kernels._load import launch
 
-C = {torch.float32: "float", torch.float16: "__half", torch.bfloat16: "__nv_bfloat16"}
 TILE, WARPS, BLOCK = 32, 8, 256
 SMALL_M = 8  # up to here a warp an output beats transposing x
 _INT32 = 2**31 - 1
 
 
 def instances(op: str) -> tuple[str, ...]:
-    return tuple(f"{op}_{part}<{c_type}>" for part in ("small", "large", "transpose") for c_type in C.values())
+    return tuple(f"{op}_{part}<{c_type}>" for part in ("small", "large", "transpose") for c_type in C_FLOATS.values())
 
 
 def spmm(op: str, x, entries, formats: str, bias, n: int, relu: bool):
@@ -29,7 +28,7 @@ def spmm(op: str, x, entries, formats: str, bias, n: int, relu: bool):
     y = torch.empty((m, n), dtype=x.dtype, device=x.device)
 
     def run(part: str, kinds: str, arguments: tuple, blocks: int) -> None:
-        launch(x.device, f"{op}.cu", f"{op}_{part}<{C[x.dtype]}>", kinds, arguments, grid=blocks, block=BLOCK)
+        launch(x.device, f"{op}.cu", f"{op}_{part}<{C_FLOATS[x.dtype]}>", kinds, arguments, grid=blocks, block=BLOCK)
 
     if m <= SMALL_M:
         arguments = (x.data_ptr(), *entries, bias_address, y.data_ptr(), m, n, k, relu)

@@ -4,18 +4,17 @@ from __future__ import annotations
 
 import torch
 
-from qsparse.kernels._face import check_same_device, check_tensor, face, rows
+from qsparse.kernels._face import C_FLOATS, check_same_device, check_tensor, face, rows
 from qsparse.kernels._load import launch
 
-_C = {torch.float32: "float", torch.float16: "__half", torch.bfloat16: "__nv_bfloat16"}
 COLUMNS, BLOCK = 32, 256  # a block of bias_relu_grad.cu owns 32 columns
 
 
 def _instance(dtype: torch.dtype) -> str:
-    return f"bias_relu_grad<{_C[dtype]}>"
+    return f"bias_relu_grad<{C_FLOATS[dtype]}>"
 
 
-SOURCES = {"bias_relu_grad.cu": tuple(map(_instance, _C))}
+SOURCES = {"bias_relu_grad.cu": tuple(map(_instance, C_FLOATS))}
 
 
 @face(SOURCES)
@@ -36,7 +35,10 @@ def bias_relu_grad(dy, y=None):
 
     Raises TypeError for another dtype, ValueError for shapes that do not fit.
     """
-    check_tensor("dy", dy, tuple(_C), (None, None))
+    if torch.compiler.is_compiling():
+        dz, db = _operator(dy, y)
+        return (dy if y is None else dz), db
+    check_tensor("dy", dy, tuple(C_FLOATS), (None, None))
     if y is not None:
         check_tensor("y", y, (dy.dtype,), tuple(dy.shape))
     check_same_device(dy, y=y)
@@ -57,6 +59,21 @@ def bias_relu_grad(dy, y=None):
         block=BLOCK,
     )
     return dz, db
+
+
+@torch.library.custom_op("qsparse::bias_relu_grad", mutates_args=())
+def _operator(dy: torch.Tensor, y: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
+    """What ``torch.compile`` sees in place of the face, which it could not trace into.
+
+    An operator may not return its argument, so without ``y`` the first result is empty and not used.
+    """
+    dz, db = bias_relu_grad(dy, y)
+    return (dy.new_empty(0) if y is None else dz), db
+
+
+@_operator.register_fake
+def _(dy, y):
+    return dy.new_empty(0 if y is None else dy.shape), dy.new_empty(dy.shape[1])
 
 
 @torch.no_grad()

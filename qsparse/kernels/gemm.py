@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from qsparse.kernels import _gemm_simt, _gemm_sm80, _gemm_sm90, _relu_mask
-from qsparse.kernels._face import check_same_device, check_tensor, face, rows
+from qsparse.kernels._face import C_FLOATS, check_same_device, check_tensor, face, rows
 
 SOURCES = {
     _gemm_simt.SOURCE: _gemm_simt.INSTANCES,
@@ -14,7 +14,6 @@ SOURCES = {
     _gemm_sm90.SPLIT_SOURCE: _gemm_sm90.SPLIT_INSTANCES,
 }
 _PRECISIONS = ("ieee", "highest", "high")
-_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
 
 # What the checks decide depends only on shapes, strides, dtypes and devices: a call like an earlier one skips them,
@@ -68,7 +67,8 @@ def gemm(
         Hopper card, each operand split into two halves of 11 bits and three products summed; no less accurate than
         "ieee" on normal data, and several times faster. Its limits: Inf in an operand gives NaN, and elements 2^17
         times smaller than the largest of their row lose bits. "high": plain tf32 there, 11 bits an operand. Other
-        cards, CPUs, and "high" with rows off 16-byte boundaries compute "ieee" for all three.
+        cards, CPUs, "highest" where the splitting would cost more than it gains (fewer than 128 rows or outputs, small
+        products), and "high" with rows off 16-byte boundaries compute "ieee".
     tier : str, optional
         "simt", "sm80" or "sm90": take no other, for tests and measurements.
 
@@ -87,11 +87,13 @@ def gemm(
     (SC 2008); ``sm80`` is built on PTX ``mma.sync``, ``ldmatrix`` and ``cp.async``; ``sm90`` on PTX ``wgmma`` and
     ``cp.async.bulk.tensor``, sections "Asynchronous Warpgroup Level Matrix Instructions" and "Tensors".
     """
+    if torch.compiler.is_compiling() and (out, mask, tier) == (None, None, None) and not return_mask:
+        return _operator(x, w, bias, relu, alpha, precision, out_dtype or x.dtype)
     options = (out, accumulate, out_dtype, return_mask, mask, tier, precision)
     plain = options == (None, False, None, False, None, None, "ieee")
     if plain and (y := _repeat(x, w, bias, relu, alpha)) is not None:
         return y
-    check_tensor("x", x, _DTYPES, (None, None))
+    check_tensor("x", x, tuple(C_FLOATS), (None, None))
     m, k = x.shape
     check_tensor("w", w, (x.dtype,), (None, k))
     n = w.shape[0]
@@ -140,6 +142,25 @@ def gemm(
         module = _gemm_sm90 if tier == "sm90" else _gemm_sm80 if tier == "sm80" and out_dtype == x.dtype else _gemm_simt
         module.launch_gemm(*operands, result, relu=relu, alpha=alpha)
     return _finish(result, out, accumulate, mask, return_mask)
+
+
+@torch.library.custom_op("qsparse::gemm", mutates_args=())
+def _operator(
+    x: torch.Tensor,
+    w: torch.Tensor,
+    bias: torch.Tensor | None,
+    relu: bool,
+    alpha: float,
+    precision: str,
+    out_dtype: torch.dtype,
+) -> torch.Tensor:
+    """What ``torch.compile`` sees in place of the face, which it could not trace into."""
+    return gemm(x, w, bias, relu=relu, alpha=alpha, precision=precision, out_dtype=out_dtype)
+
+
+@_operator.register_fake
+def _(x, w, bias, relu, alpha, precision, out_dtype):
+    return x.new_empty((x.shape[0], w.shape[0]), dtype=out_dtype)
 
 
 def _key(x, w, bias, relu: bool) -> tuple:

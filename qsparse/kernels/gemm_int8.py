@@ -4,16 +4,10 @@ from __future__ import annotations
 
 import torch
 
-from qsparse.kernels._face import check_same_device, check_tensor, cpu_slices, face, rows
+from qsparse.kernels._face import C_FLOATS, check_same_device, check_tensor, cpu_slices, face, rows
 from qsparse.kernels._load import launch
 
-_C = {
-    torch.float32: "float",
-    torch.float16: "__half",
-    torch.bfloat16: "__nv_bfloat16",
-    torch.int32: "int",
-    torch.int64: "long long",
-}
+_C = {**C_FLOATS, torch.int32: "int", torch.int64: "long long"}
 BM = BN = 64  # the tile of gemm_int8_simt.cu
 BLOCK = 256
 INT32_K = (2**31 - 1) // (128 * 128)  # the longest sum of int8 products that cannot leave int32, -128 included
@@ -65,6 +59,8 @@ def gemm_int8(x, w, scale_x=None, scale_w=None, bias=None, *, relu: bool = False
     On a CPU the product is ``torch._int_mm``; a CPU without VNNI instructions multiplies in float32 by slices short
     enough to be exact, which is faster there.
     """
+    if torch.compiler.is_compiling():
+        return _operator(x, w, scale_x, scale_w, bias, relu, out_dtype)
     check_tensor("x", x, (torch.int8,), (None, None))
     m, k = x.shape
     check_tensor("w", w, (torch.int8,), (None, k))
@@ -111,6 +107,25 @@ def gemm_int8(x, w, scale_x=None, scale_w=None, bias=None, *, relu: bool = False
         block=BLOCK,
     )
     return y
+
+
+@torch.library.custom_op("qsparse::gemm_int8", mutates_args=())
+def _operator(
+    x: torch.Tensor,
+    w: torch.Tensor,
+    scale_x: torch.Tensor | None,
+    scale_w: torch.Tensor | None,
+    bias: torch.Tensor | None,
+    relu: bool,
+    out_dtype: torch.dtype,
+) -> torch.Tensor:
+    """What ``torch.compile`` sees in place of the face, which it could not trace into."""
+    return gemm_int8(x, w, scale_x, scale_w, bias, relu=relu, out_dtype=out_dtype)
+
+
+@_operator.register_fake
+def _(x, w, scale_x, scale_w, bias, relu, out_dtype):
+    return x.new_empty((x.shape[0], w.shape[0]), dtype=out_dtype)
 
 
 def _scale(scale: torch.Tensor | None) -> tuple[int, int]:

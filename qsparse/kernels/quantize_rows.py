@@ -4,19 +4,18 @@ from __future__ import annotations
 
 import torch
 
-from qsparse.kernels._face import check_tensor, cpu_slices, face, rows
+from qsparse.kernels._face import C_FLOATS, check_tensor, cpu_slices, face, rows
 from qsparse.kernels._load import launch
 
-_C = {torch.float32: "float", torch.float16: "__half", torch.bfloat16: "__nv_bfloat16"}
 _SMALLEST_NORMAL = torch.finfo(torch.float32).tiny
 BLOCK = 256
 
 
 def _instance(dtype: torch.dtype) -> str:
-    return f"quantize_rows<{_C[dtype]}>"
+    return f"quantize_rows<{C_FLOATS[dtype]}>"
 
 
-SOURCES = {"quantize_rows.cu": tuple(map(_instance, _C))}
+SOURCES = {"quantize_rows.cu": tuple(map(_instance, C_FLOATS))}
 
 
 @face(SOURCES)
@@ -41,7 +40,9 @@ def quantize_rows(x):
     Source: B. Jacob et al., "Quantization and Training of Neural Networks for Efficient Integer-Arithmetic-Only
     Inference" (CVPR 2018), with a zero point of 0.
     """
-    check_tensor("x", x, tuple(_C), (None, None))
+    if torch.compiler.is_compiling():
+        return _operator(x)
+    check_tensor("x", x, tuple(C_FLOATS), (None, None))
     m, k = x.shape
     x = rows(x)
     if x.device.type == "cpu":
@@ -58,6 +59,17 @@ def quantize_rows(x):
         block=BLOCK,
     )
     return q, scale
+
+
+@torch.library.custom_op("qsparse::quantize_rows", mutates_args=())
+def _operator(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """What ``torch.compile`` sees in place of the face, which it could not trace into."""
+    return quantize_rows(x)
+
+
+@_operator.register_fake
+def _(x):
+    return x.new_empty(x.shape, dtype=torch.int8), x.new_empty(x.shape[0], dtype=torch.float32)
 
 
 @torch.no_grad()

@@ -30,6 +30,8 @@ def sgd(param, grad, momentum_buffer=None, *, lr, momentum=0.0, weight_decay=0.0
 
     Source: the update of ``torch.optim.SGD`` (dampening 0, no Nesterov).
     """
+    if torch.compiler.is_compiling():
+        return _operator(param, grad, momentum_buffer, mask, lr, momentum, weight_decay)
     shape = tuple(param.shape) if isinstance(param, torch.Tensor) else ()
     check_tensor("param", param, (torch.float32,), shape)
     check_tensor("grad", grad, (torch.float32,), shape)
@@ -57,6 +59,20 @@ def sgd(param, grad, momentum_buffer=None, *, lr, momentum=0.0, weight_decay=0.0
         grid=-(-param.numel() // BLOCK),
         block=BLOCK,
     )
+
+
+@torch.library.custom_op("qsparse::sgd", mutates_args=("param", "momentum_buffer"))
+def _operator(
+    param: torch.Tensor,
+    grad: torch.Tensor,
+    momentum_buffer: torch.Tensor | None,
+    mask: torch.Tensor | None,
+    lr: float,
+    momentum: float,
+    weight_decay: float,
+) -> None:
+    """What ``torch.compile`` sees in place of the face, which it could not trace into."""
+    sgd(param, grad, momentum_buffer, lr=lr, momentum=momentum, weight_decay=weight_decay, mask=mask)
 
 
 @torch.no_grad()

@@ -4,19 +4,18 @@ from __future__ import annotations
 
 import torch
 
-from qsparse.kernels._face import check_same_device, check_tensor, face, rows
+from qsparse.kernels._face import C_FLOATS, check_same_device, check_tensor, face, rows
 from qsparse.kernels._load import launch
 
-_C = {torch.float32: "float", torch.float16: "__half", torch.bfloat16: "__nv_bfloat16"}
 BLOCK = 256
 WARPS = BLOCK // 32
 
 
 def _instance(dtype: torch.dtype) -> str:
-    return f"softmax_cross_entropy<{_C[dtype]}>"
+    return f"softmax_cross_entropy<{C_FLOATS[dtype]}>"
 
 
-SOURCES = {"softmax_cross_entropy.cu": tuple(map(_instance, _C))}
+SOURCES = {"softmax_cross_entropy.cu": tuple(map(_instance, C_FLOATS))}
 
 
 @face(SOURCES)
@@ -38,7 +37,9 @@ def softmax_cross_entropy(logits, labels):
 
     Source: the log-sum-exp form, shifted by the row's maximum so that no exponential overflows.
     """
-    check_tensor("logits", logits, tuple(_C), (None, None))
+    if torch.compiler.is_compiling():
+        return _operator(logits, labels)
+    check_tensor("logits", logits, tuple(C_FLOATS), (None, None))
     m, c = logits.shape
     check_tensor("labels", labels, (torch.int64,), (m,))
     if c == 0:
@@ -59,6 +60,17 @@ def softmax_cross_entropy(logits, labels):
         block=BLOCK,
     )
     return losses, grad
+
+
+@torch.library.custom_op("qsparse::softmax_cross_entropy", mutates_args=())
+def _operator(logits: torch.Tensor, labels: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """What ``torch.compile`` sees in place of the face, which it could not trace into."""
+    return softmax_cross_entropy(logits, labels)
+
+
+@_operator.register_fake
+def _(logits, labels):
+    return logits.new_empty(logits.shape[0], dtype=torch.float32), logits.new_empty(logits.shape)
 
 
 @torch.no_grad()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from qsparse.kernels import _spmm
-from qsparse.kernels._face import check_same_device, check_tensor, face
+from qsparse.kernels._face import C_FLOATS, check_same_device, check_tensor, face
 from qsparse.kernels._face import rows as row_major
 
 SOURCES = {"spmm_coo.cu": _spmm.instances("spmm_coo")}
@@ -40,7 +40,9 @@ def spmm_coo(x, values, rows, cols, bias=None, *, shape, relu: bool = False, che
     TypeError for a wrong dtype; ValueError for shapes that do not fit, and with ``check`` for an index outside W,
     naming the entry.
     """
-    check_tensor("x", x, tuple(_spmm.C), (None, None))
+    if torch.compiler.is_compiling():
+        return _operator(x, values, rows, cols, bias, list(shape), relu, check, ordered)
+    check_tensor("x", x, tuple(C_FLOATS), (None, None))
     n = _spmm.check_shape(shape, x.shape[1])
     check_tensor("values", values, (x.dtype,), (None,))
     nnz = values.numel()
@@ -60,3 +62,24 @@ def spmm_coo(x, values, rows, cols, bias=None, *, shape, relu: bool = False, che
         return _spmm.cpu(x, torch.sparse_coo, (rows, cols), values, shape, bias, relu)
     entries = (values.data_ptr(), cols.data_ptr(), rows.data_ptr(), nnz)
     return _spmm.spmm("spmm_coo", x, entries, "PPPq", bias, n, relu)
+
+
+@torch.library.custom_op("qsparse::spmm_coo", mutates_args=())
+def _operator(
+    x: torch.Tensor,
+    values: torch.Tensor,
+    rows: torch.Tensor,
+    cols: torch.Tensor,
+    bias: torch.Tensor | None,
+    shape: list[int],
+    relu: bool,
+    check: bool,
+    ordered: bool,
+) -> torch.Tensor:
+    """What ``torch.compile`` sees in place of the face, which it could not trace into."""
+    return spmm_coo(x, values, rows, cols, bias, shape=shape, relu=relu, check=check, ordered=ordered)
+
+
+@_operator.register_fake
+def _(x, values, rows, cols, bias, shape, relu, check, ordered):
+    return x.new_empty((x.shape[0], shape[0]))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from qsparse.kernels import _spmm
-from qsparse.kernels._face import check_same_device, check_tensor, face, rows
+from qsparse.kernels._face import C_FLOATS, check_same_device, check_tensor, face, rows
 
 SOURCES = {"spmm_csr.cu": _spmm.instances("spmm_csr")}
 
@@ -41,7 +41,9 @@ def spmm_csr(x, values, col_indices, row_offsets, bias=None, *, shape, relu: boo
     Source: the compressed-row product, one warp a row, of N. Bell, M. Garland, "Implementing sparse matrix-vector
     multiplication on throughput-oriented processors" (SC 2009).
     """
-    check_tensor("x", x, tuple(_spmm.C), (None, None))
+    if torch.compiler.is_compiling():
+        return _operator(x, values, col_indices, row_offsets, bias, list(shape), relu, check)
+    check_tensor("x", x, tuple(C_FLOATS), (None, None))
     n = _spmm.check_shape(shape, x.shape[1])
     check_tensor("values", values, (x.dtype,), (None,))
     check_tensor("col_indices", col_indices, (torch.int32,), (values.numel(),))
@@ -57,6 +59,26 @@ def spmm_csr(x, values, col_indices, row_offsets, bias=None, *, shape, relu: boo
         return _spmm.cpu(x, torch.sparse_csr, (row_offsets, col_indices), values, shape, bias, relu)
     entries = (values.data_ptr(), col_indices.data_ptr(), row_offsets.data_ptr())
     return _spmm.spmm("spmm_csr", x, entries, "PPP", bias, n, relu)
+
+
+@torch.library.custom_op("qsparse::spmm_csr", mutates_args=())
+def _operator(
+    x: torch.Tensor,
+    values: torch.Tensor,
+    col_indices: torch.Tensor,
+    row_offsets: torch.Tensor,
+    bias: torch.Tensor | None,
+    shape: list[int],
+    relu: bool,
+    check: bool,
+) -> torch.Tensor:
+    """What ``torch.compile`` sees in place of the face, which it could not trace into."""
+    return spmm_csr(x, values, col_indices, row_offsets, bias, shape=shape, relu=relu, check=check)
+
+
+@_operator.register_fake
+def _(x, values, col_indices, row_offsets, bias, shape, relu, check):
+    return x.new_empty((x.shape[0], shape[0]))
 
 
 def _check_offsets(row_offsets, nnz: int) -> None:

@@ -60,16 +60,12 @@ def train(
     out: its directory; left out, the next number under runs/. force: replace the run that `out` holds, but only once
     the new one can start. console: where progress goes (nowhere when left out).
 
-    Raises UserError for an `out` that holds a run (without force) or cannot be written, a device or data that are not
-    there, and a loss that is not finite; KeyboardInterrupt, saying what is saved, when interrupted.
+    Raises UserError for an `out` that holds a run (without force), that another process trains in, or that cannot be
+    written, a device or data that are not there, and a loss that is not finite; KeyboardInterrupt, saying what is saved,
+    when interrupted.
     """
-    replacing = out is not None and checkpoint.holds_run(Path(out))
-    if replacing:
-        if not force:
-            raise UserError(
-                f"{out} already holds a run: go on with it by --resume, replace it by --force, or choose another --out"
-            )
-        checkpoint.require_own(Path(out))
+    if out is not None:
+        _replaces(Path(out), force)
     checkpoint.require_writable(checkpoint.RUNS if out is None else out)
     device = resolve_device(config.device)
     dataset = data.load(config.data, config.validation, partial(say, console))
@@ -80,20 +76,33 @@ def train(
     model = _new_model(config).to(device)
 
     run = checkpoint.new_run() if out is None else checkpoint.make_directory(out)
-    if replacing:
-        checkpoint.clear_run(run)
-    checkpoint.write_config(
-        run,
-        {
-            "qsparse": __version__,
-            "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-            "train": config.to_json(),
-            "dataset": identity(dataset),
-        },
-        model,
-    )
-    say(console, f"{run}: {_title(config, dataset)}")
-    return _train(run, model, dataset.to(device), config, FitState(), console)
+    with checkpoint.exclusive(run):
+        if _replaces(run, force):  # asked again: another process may have begun a run there meanwhile
+            checkpoint.clear_run(run)
+        checkpoint.write_config(
+            run,
+            {
+                "qsparse": __version__,
+                "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+                "train": config.to_json(),
+                "dataset": identity(dataset),
+            },
+            model,
+        )
+        say(console, f"{run}: {_title(config, dataset)}")
+        return _train(run, model, dataset.to(device), config, FitState(), console)
+
+
+def _replaces(run: Path, force: bool) -> bool:
+    """Whether a new run in `run` replaces one. Raises UserError where it must not."""
+    if not checkpoint.holds_run(run):
+        return False
+    if not force:
+        raise UserError(
+            f"{run} already holds a run: go on with it by --resume, replace it by --force, or choose another --out"
+        )
+    checkpoint.require_own(run)
+    return True
 
 
 def resume(given: Mapping[str, Any], *, out: str | Path | None = None, console: Console | None = None) -> TrainedRun:
@@ -102,23 +111,24 @@ def resume(given: Mapping[str, Any], *, out: str | Path | None = None, console: 
     The weights come out bit for bit as without the interruption. A run that is done is returned as it is.
     given: the settings (fields of TrainConfig) that the user named; they must be the run's.
 
-    Raises UserError when there is no such run, when a setting contradicts the run's, or when the data are not those
-    that it began with; KeyboardInterrupt as `train`.
+    Raises UserError when there is no such run, when another process trains in it, when a setting contradicts the run's,
+    or when the data are not those that it began with; KeyboardInterrupt as `train`.
     """
     run = checkpoint.find_run(out)
     config = read_train_config(run)
     _refuse_contradictions(run, config, given)
-    if checkpoint.is_finished(run):
-        say(console, f"{run} is done: all {config.epochs} epochs are trained")
-        return TrainedRun(run, checkpoint.read_config(run), checkpoint.read_metrics(run))
-    checkpoint.require_writable(run)
-    device = resolve_device(config.device)
-    dataset = load_dataset(run, console)
-    model = _new_model(config).to(device)
-    saved = checkpoint.load_checkpoint(run, model)
-    state = FitState() if saved is None else FitState(saved.momentum, saved.metrics)
-    say(console, f"{run}: {_title(config, dataset)}, going on after epoch {len(state.metrics)} of {config.epochs}")
-    return _train(run, model, dataset.to(device), config, state, console)
+    with checkpoint.exclusive(run):
+        if checkpoint.is_finished(run):
+            say(console, f"{run} is done: all {config.epochs} epochs are trained")
+            return TrainedRun(run, checkpoint.read_config(run), checkpoint.read_metrics(run))
+        checkpoint.require_writable(run)
+        device = resolve_device(config.device)
+        dataset = load_dataset(run, console)
+        model = _new_model(config).to(device)
+        saved = checkpoint.load_checkpoint(run, model)
+        state = FitState() if saved is None else FitState(saved.momentum, saved.metrics)
+        say(console, f"{run}: {_title(config, dataset)}, going on after epoch {len(state.metrics)} of {config.epochs}")
+        return _train(run, model, dataset.to(device), config, state, console)
 
 
 def _train(

@@ -142,8 +142,12 @@ def test_float32_precisions(device, precision, shape, normal, to_numpy):
 def test_highest_is_no_less_accurate_than_sgemm(normal):
     device = torch.device("cuda", 0)
     of_tier("sm90", device)
-    for k in (256, 1024, 4096):
-        x, w = normal(512, k, device=device), normal(384, k, device=device)
+    for k in (64, 256, 1024, 4096):
+        rows = 2048 * 4096 // k  # enough to multiply that it is not handed to the float32 units
+        x, w = normal(rows, k, device=device), normal(640, k, device=device)
+        with _load.launched() as launches:
+            kernels.gemm(x, w, precision="highest")
+        assert launches[-1].startswith("gemm_sm90")
         reference = x.double() @ w.double().t()
         sgemm = (x @ w.t()).double()  # PyTorch's default: cuBLAS in float32
         assert (kernels.gemm(x, w, precision="highest").double() - reference).norm() <= (sgemm - reference).norm()
@@ -153,8 +157,8 @@ def test_highest_is_no_less_accurate_than_sgemm(normal):
 def test_highest_scales_each_row(normal, to_numpy):
     device = torch.device("cuda", 0)
     of_tier("sm90", device)
-    rows = 10.0 ** torch.arange(-18, 18, device=device)[:, None]
-    x, w = normal(36, 300, device=device) * rows, normal(40, 300, device=device) * rows[:1] * 1e18
+    rows = 10.0 ** (torch.arange(2000, device=device) % 36 - 18)[:, None]
+    x, w = normal(2000, 300, device=device) * rows, normal(600, 300, device=device)
     x[3] = 0
     y = kernels.gemm(x, w, precision="highest").double()
     reference = x.double() @ w.double().t()

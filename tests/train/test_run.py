@@ -262,6 +262,34 @@ def test_force_replaces_the_run_and_what_was_measured_of_it_and_nothing_else():
     assert checkpoint.load(replaced.run).sizes == (784, 10)
 
 
+def test_a_directory_that_is_being_trained_in_is_left_alone(monkeypatch, whole):
+    interrupt_at(monkeypatch, 1, 0)
+    with pytest.raises(KeyboardInterrupt):
+        train(SMALL, out="mine")
+    before = snapshot(Path("mine"))
+    with checkpoint.exclusive(Path("mine")):
+        for begin in (lambda: resume({}, out="mine"), lambda: train(SMALL, out="mine", force=True)):
+            with pytest.raises(UserError, match="another process is training in mine: wait for it"):
+                begin()
+    assert snapshot(Path("mine")) == before
+    resume({}, out="mine")
+    assert_same_weights(Path("mine"), whole)
+
+
+def test_a_run_that_appears_while_the_data_are_loaded_is_kept(monkeypatch):
+    subset = data.load("mnist-5k")
+
+    def load(*_):
+        monkeypatch.setattr(data, "load", lambda *_: subset)
+        train(SMALL, out="mine")
+        return subset
+
+    monkeypatch.setattr(data, "load", load)
+    with pytest.raises(UserError, match="mine already holds a run"):
+        train(TrainConfig(hidden=(), epochs=1, data="mnist-5k", device="cpu"), out="mine")
+    assert checkpoint.load("mine").sizes == (784, 32, 10)
+
+
 @pytest.mark.parametrize("config", [{"data": "/nowhere"}, {"data": "mnist-5k", "validation": 4000}])
 def test_force_keeps_the_old_run_when_the_new_one_cannot_start(config):
     train(SMALL, out="mine")

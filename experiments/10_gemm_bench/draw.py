@@ -1,0 +1,105 @@
+"""Turn what `qsparse bench gemm --out rows.jsonl` measured into this folder's table and figure."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.figure import Figure
+
+from qsparse.bench.harness import geometric_mean
+
+HERE = Path(__file__).parent
+ROWS, README, FIGURE = HERE / "rows.jsonl", HERE / "README.md", HERE / "figure.png"
+BEGIN, END = "<!-- tables: written by draw.py -->", "<!-- end of the tables -->"
+# What is set against what: dtype, float32's precision, epilogue, and the peer that a user would call.
+GROUPS = {
+    "fp16": ("float16", None, "none", "cublas"),
+    "bf16": ("bfloat16", None, "none", "cublas"),
+    "fp16 + bias + ReLU": ("float16", None, "bias_relu", "torch_eager"),
+    "bf16 + bias + ReLU": ("bfloat16", None, "bias_relu", "torch_eager"),
+    "fp32 ieee": ("float32", "ieee", "none", "cublas"),
+    "fp32 highest": ("float32", "highest", "none", "cublas"),
+    "fp32 high": ("float32", "high", "none", "cublas_tf32"),
+}
+COLOURS = dict(zip(GROUPS, ("#0072B2", "#56B4E9", "#D55E00", "#E69F00", "#999999", "#009E73", "#CC79A7"), strict=True))
+
+
+def grouped(rows: list[dict]) -> dict[str, dict[tuple, dict]]:
+    """Rows of each group by shape."""
+    found: dict[str, dict[tuple, dict]] = {name: {} for name in GROUPS}
+    for row in rows:
+        key = row["dtype"], row["precision"], row["epilogue"], row["peer"]
+        for name, wanted in GROUPS.items():
+            if key == wanted and row["layout"] == "nt":
+                found[name][tuple(row["shape"])] = row
+    return found
+
+
+def tables(rows: list[dict]) -> str:
+    """Ratios by shape and group, their geometric means, and float32's errors."""
+    groups = grouped(rows)
+    shapes = list(dict.fromkeys(shape for members in groups.values() for shape in members))
+    head = " | ".join(f"{name}, by {GROUPS[name][3]}" for name in GROUPS)
+    lines = [f"| M, N, K | {head} |", "| --- |" + " ---: |" * len(GROUPS)]
+    for shape in shapes:
+        cells = (_cell(members.get(shape)) for members in groups.values())
+        lines.append(f"| {', '.join(map(str, shape))} | {' | '.join(cells)} |")
+    means = (geometric_mean(row["ratio"] for row in members.values() if row["ratio"]) for members in groups.values())
+    lines.append("| **geometric mean** | " + " | ".join(f"**{mean:.3f}**" for mean in means) + " |")
+
+    lines += ["", "| fp32 at | error, ieee | highest | high | cuBLAS SGEMM |", "| --- | ---: | ---: | ---: | ---: |"]
+    for shape in shapes:
+        three = [groups[f"fp32 {name}"].get(shape) for name in ("ieee", "highest", "high")]
+        if all(three):
+            errors = [row["error"] for row in three] + [three[0]["peer_error"]]
+            lines.append(f"| {', '.join(map(str, shape))} | " + " | ".join(f"{error:.1e}" for error in errors) + " |")
+    first = rows[0]
+    lines += ["", f"{first['gpu']}, PyTorch {first['torch']}, CUDA {first['cuda']}, {first['date'][:10]}."]
+    return "\n".join(lines)
+
+
+def _cell(row: dict | None) -> str:
+    if row is None:
+        return "-"
+    return f"{row['us']:,.0f} µs {row['ratio']:.3f}x" if row["ratio"] else "wrong"
+
+
+def draw(rows: list[dict]) -> None:
+    """figure.png: the ratio at every shape, a line a group."""
+    groups = grouped(rows)
+    shapes = sorted({shape for members in groups.values() for shape in members}, key=lambda s: s[0] * s[1] * s[2])
+    figure = Figure(figsize=(10, 5), dpi=150, layout="constrained")
+    FigureCanvasAgg(figure)
+    axes = figure.subplots()
+    axes.axhline(1, color="black", linewidth=1)
+    for name, members in groups.items():
+        points = [(x, members[s]["ratio"]) for x, s in enumerate(shapes) if s in members and members[s]["ratio"]]
+        if points:
+            axes.plot(*zip(*points, strict=True), marker="o", markersize=4, color=COLOURS[name], label=name)
+    axes.set_xticks(range(len(shapes)), [", ".join(map(str, s)) for s in shapes], rotation=40, ha="right", fontsize=8)
+    axes.set_yscale("log")
+    axes.set_yticks([0.8, 1, 1.25, 1.5, 2, 3, 4], ["0.8", "1", "1.25", "1.5", "2", "3", "4"])
+    axes.minorticks_off()
+    axes.set_ylabel("peer's time / ours (above 1 is faster)")
+    axes.set_title(f"kernels.gemm beside the library's product, {rows[0]['gpu']}", fontsize=10)
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.legend(frameon=False, fontsize=8, ncols=4)
+    figure.savefig(FIGURE)
+
+
+def main() -> int:
+    if not ROWS.exists():
+        print(f"Error: no {ROWS.name}; `qsparse bench gemm --out {ROWS}` on a GPU writes it", file=sys.stderr)
+        return 2
+    rows = [json.loads(line) for line in ROWS.read_text().splitlines()]
+    head, rest = README.read_text().split(BEGIN)
+    README.write_text(f"{head}{BEGIN}\n\n{tables(rows)}\n\n{END}{rest.split(END)[1]}")
+    draw(rows)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
