@@ -60,9 +60,9 @@ def train(
     out: its directory; left out, the next number under runs/. force: replace the run that `out` holds, but only once
     the new one can start. console: where progress goes (nowhere when left out).
 
-    Raises UserError for an `out` that holds a run (without force), that another process trains in, or that cannot be
-    written, a device or data that are not there, and a loss that is not finite; KeyboardInterrupt, saying what is saved,
-    when interrupted.
+    Raises UserError for an `out` that holds a run (without force), that another process trains in or that cannot be
+    written, for a device or data that are not there, and for a loss that is not finite; KeyboardInterrupt, saying what
+    is saved, when interrupted.
     """
     if out is not None:
         _replaces(Path(out), force)
