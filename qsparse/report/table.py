@@ -57,9 +57,9 @@ def _table(rows: list[dict], kernel_width: int | None) -> Table:
         padding=(0, 1, 0, 0),
         pad_edge=False,
         show_edge=False,
-        title=str(runs[0]) if len(runs) == 1 and runs[0] else None,
+        title=Text(str(runs[0]), style="table.title") if len(runs) == 1 and runs[0] else None,
         title_justify="left",
-        caption=_caption(rows, with_kernels=kernel_width is None),
+        caption=Text(_caption(rows, with_kernels=kernel_width is None), style="table.caption"),
         caption_justify="left",
     )
     if len(runs) > 1:

@@ -118,6 +118,10 @@ def test_missing_fields_show_as_a_dash():
 
 def test_brackets_in_a_name_are_not_markup():
     assert "[red]x[/red]" in piped([make_row("[red]x[/red]")])
+    assert "a[/b]" in piped([make_row("int8", run="a[/b]")])
+    unsteady = make_row("x[/b]", latency_us_p10={"1": 1.0}, latency_us_p90={"1": 9.0})
+    assert "Unsteady: x[/b]" in piped([unsteady])
+    assert "x[/b]: gemm:cpu, cpu" in rendered([unsteady], 40)
 
 
 def test_the_caption_says_how_time_was_taken():
