@@ -9,7 +9,9 @@ keeps its traceback.
 from __future__ import annotations
 
 import enum
+import io
 import json
+import os
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -311,6 +313,17 @@ def _print_json(value: dict[str, Any]) -> None:
     print(json.dumps(value, allow_nan=False))
 
 
+def _mend_streams() -> None:
+    """Let no text fail to print: not where a stream is closed, nor for a character that it cannot encode."""
+    for name in ("stdin", "stdout", "stderr"):  # in the order of their descriptors, so that each gets its own
+        stream = getattr(sys, name)
+        if stream is None:
+            setattr(sys, name, open(os.devnull, "r" if name == "stdin" else "w", errors="replace"))  # noqa: SIM115
+        elif name != "stdin" and isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="replace")
+
+
 def main() -> None:
     """Run the command line: the entry point `qsparse`."""
+    _mend_streams()
     app()

@@ -369,6 +369,27 @@ def test_python_m_qsparse():
     assert process.returncode == 0
 
 
+@pytest.mark.parametrize(
+    ("streams", "environment"),
+    [(">&-", {}), ("2>&-", {}), ("<&- >&- 2>&-", {}), ("", {"PYTHONIOENCODING": "ascii"}),
+     ("", {"PYTHONIOENCODING": "utf-8:strict"})],
+)  # fmt: skip
+def test_closed_streams_and_poor_encodings_stop_nothing(run, streams, environment):
+    odd = os.fsdecode(b"runs/\xff")  # a name that is no UTF-8
+    run.rename(odd)
+    checkpoint.append_rows(odd, [{"variant": "int8", "accuracy": 0.5, "latency_us": {"1": 2.0}}])
+    process = subprocess.run(
+        ["bash", "-c", f'"$0" -m qsparse report "$1" {streams}', sys.executable, os.fsencode(odd)],
+        env={**os.environ, "PYTHONPATH": str(ROOT), **environment},
+        capture_output=True,
+        check=False,
+    )
+    assert process.returncode == 0, process.stderr
+    if ">&-" not in streams:
+        assert b"50.00 %" in process.stdout
+    assert (Path(odd) / "report.png").exists()
+
+
 def test_the_installed_entry_point(run):
     command = Path(sys.executable).with_name("qsparse")
     if not command.exists():
