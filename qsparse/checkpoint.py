@@ -365,13 +365,18 @@ def _under(prefix: str, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Ten
 def append_rows(run: str | Path, rows: Iterable[Mapping[str, Any]]) -> None:
     """Append `rows` to the run's rows.jsonl in one write, so that two processes do not mix their lines.
 
+    Half a line that a crash left at the end stays a line of its own.
+
     Raises ValueError for a row with NaN (no JSON holds one), UserError when the file is not writable.
     """
     lines = "".join(json.dumps(row, allow_nan=False) + "\n" for row in rows).encode()
     path = Path(run) / ROWS
     try:
-        descriptor = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o666)
+        descriptor = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT, 0o666)
         try:
+            size = os.fstat(descriptor).st_size
+            if size and os.pread(descriptor, 1, size - 1) != b"\n":
+                lines = b"\n" + lines
             if os.write(descriptor, lines) < len(lines):
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         finally:
@@ -381,20 +386,29 @@ def append_rows(run: str | Path, rows: Iterable[Mapping[str, Any]]) -> None:
 
 
 def read_rows(run: str | Path) -> list[dict[str, Any]]:
-    """Return the rows of `run`, oldest first; none when nothing was measured. Raises UserError for a broken line."""
+    """Return the rows of `run`, oldest first; none when nothing was measured. Raises UserError for a broken line.
+
+    NaN and Infinity, which no JSON holds and no row of ours, break a line too.
+    """
     path = Path(run) / ROWS
     if not path.exists():
         return []
-    rows = []
-    for number, line in enumerate(_read_text(path).splitlines(), start=1):
+    rows, lines = [], _read_text(path).split("\n")
+    if not lines[-1]:
+        lines.pop()
+    for number, line in enumerate(lines, start=1):
         try:
-            row = json.loads(line)
+            row = json.loads(line, parse_constant=_no_constant)
         except ValueError:
             row = None
         if not isinstance(row, dict):
             raise UserError(f"{path}: line {number} is not a JSON object; delete that line")
         rows.append(row)
     return rows
+
+
+def _no_constant(name: str) -> float:
+    raise ValueError(f"{name} is no number of JSON's")
 
 
 # Files

@@ -330,7 +330,20 @@ def test_a_row_with_nan_is_not_written(saved):
     assert not (saved / "rows.jsonl").exists()
 
 
-@pytest.mark.parametrize("line", ["{", "[1]", "3", ""])
+def test_half_a_line_spoils_no_row_that_follows(saved):
+    (saved / "rows.jsonl").write_text('{"a": 1}\n{"half')
+    checkpoint.append_rows(saved, [{"b": 2}])
+    assert (saved / "rows.jsonl").read_text() == '{"a": 1}\n{"half\n{"b": 2}\n'
+
+
+def test_only_a_newline_ends_a_row(saved):
+    (saved / "rows.jsonl").write_text('{"a": "\u2028\x85"}\n', encoding="utf-8")
+    assert checkpoint.read_rows(saved) == [{"a": "\u2028\x85"}]
+    (saved / "rows.jsonl").write_text("")
+    assert checkpoint.read_rows(saved) == []
+
+
+@pytest.mark.parametrize("line", ["{", "[1]", "3", "", '{"accuracy": NaN}', '{"accuracy": -Infinity}'])
 def test_a_broken_line_is_named(saved, line):
     (saved / "rows.jsonl").write_text('{"a": 1}\n' + line + "\n")
     with pytest.raises(UserError, match=r"rows\.jsonl: line 2 is not a JSON object"):
