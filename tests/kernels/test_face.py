@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from qsparse import kernels
+from qsparse.kernels import _face
 from qsparse.kernels._face import face, rows
 
 M, N, K = 70, 66, 40
@@ -337,7 +338,9 @@ def test_tier(name):
 )
 def test_tier_by_compute_capability(sources, capability, tier, monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    _face._tier.cache_clear()
     assert face(dict.fromkeys(sources, ()))(lambda x: x).tier("cuda:0") == tier
+    _face._tier.cache_clear()
 
 
 def test_rows_copies_only_what_is_not_row_major(normal):
