@@ -43,6 +43,9 @@ MODEL = "model.safetensors"
 CHECKPOINT = "checkpoint.safetensors"
 ROWS = "rows.jsonl"
 
+# What each entry of metrics.json tells at least.
+_METRICS = {"seconds", "validation_accuracy", "test_accuracy"}
+
 # Keys of the header of a model file and of a checkpoint; a safetensors file without them is somebody else's.
 _MODEL_KEY = "qsparse_model"
 _CHECKPOINT_KEY = "qsparse_checkpoint"
@@ -195,20 +198,27 @@ def read_config(directory: str | Path) -> dict[str, Any]:
     if not path.is_file():
         raise UserError(f"{directory} holds no qsparse run ({CONFIG} is missing): make one with `qsparse train`")
     config = _read_json(path)
-    if not isinstance(config, dict) or "model" not in config:
+    if not isinstance(config, dict) or "model" not in config or not isinstance(config.get("train", {}), dict):
         raise UserError(f"{path} is not the config of a qsparse run")
     return config
 
 
 def read_metrics(run: str | Path) -> list[dict[str, Any]]:
-    """Return the metrics of each finished epoch of `run`. Raises UserError when there are none."""
+    """Return the metrics of each finished epoch of `run`, one at least. Raises UserError when there are none."""
     path = Path(run) / METRICS
     if not path.is_file():
-        raise UserError(f"{run} has no finished epoch yet: go on with `qsparse train --resume --out {run}`")
+        raise UserError(f"{path}, the metrics of the finished epochs, is missing")
     metrics = _read_json(path)
-    if not isinstance(metrics, dict) or not isinstance(metrics.get("epochs"), list):
+    epochs = metrics.get("epochs") if isinstance(metrics, dict) else None
+    if not _are_metrics(epochs):
         raise UserError(f"{path} does not hold the metrics of a qsparse run")
-    return metrics["epochs"]
+    return epochs
+
+
+def _are_metrics(epochs: object) -> bool:
+    return (
+        isinstance(epochs, list) and epochs != [] and all(isinstance(e, dict) and e.keys() >= _METRICS for e in epochs)
+    )
 
 
 def write_config(run: Path, config: Mapping[str, Any], model: MLP) -> None:
@@ -278,7 +288,7 @@ def _model_file(path: Path) -> Path:
 
 def unfinished(run: Path) -> str:
     """Return the sentence that says how far the training of `run` came and how to go on."""
-    epochs = read_config(run)["train"]["epochs"]
+    epochs = read_config(run)["train"].get("epochs", "?")
     done = len(read_metrics(run)) if (run / METRICS).is_file() else 0
     return (
         f"the training of {run} is not done ({done} of {epochs} epochs): "
@@ -338,16 +348,19 @@ def load_checkpoint(run: Path, model: MLP) -> Checkpoint | None:
     if not file.exists():
         return None
     tensors, header = _read_safetensors(file)
-    if _CHECKPOINT_KEY not in header:
-        raise UserError(f"{file} is not a qsparse checkpoint")
+    try:
+        metrics = list(json.loads(header[_CHECKPOINT_KEY])["metrics"])
+    except (KeyError, TypeError, ValueError):
+        raise UserError(f"{file} is not a qsparse checkpoint") from None
     _load_state(model, _under("model.", tensors), file)
     parameters = dict(model.named_parameters())
     momentum = _under("momentum.", tensors)
     for name, buffer in momentum.items():
-        if name not in parameters or buffer.shape != parameters[name].shape:
+        parameter = parameters.get(name)
+        if parameter is None or (buffer.shape, buffer.dtype) != (parameter.shape, parameter.dtype):
             raise UserError(f"{file} holds a momentum buffer {name} that its model has no place for")
-        momentum[name] = buffer.to(parameters[name].device)
-    return Checkpoint(momentum, json.loads(header[_CHECKPOINT_KEY])["metrics"])
+        momentum[name] = buffer.to(parameter.device)
+    return Checkpoint(momentum, metrics)
 
 
 def drop_checkpoint(run: Path) -> None:

@@ -196,7 +196,7 @@ def test_no_such_run_names_the_command():
         checkpoint.load("empty")
 
 
-@pytest.mark.parametrize("text", ["", "{", "[1]", '{"architectures": []}', b"\xff\xfe"])
+@pytest.mark.parametrize("text", ["", "{", "[1]", '{"architectures": []}', '{"model": {}, "train": 5}', b"\xff\xfe"])
 def test_a_foreign_config_is_refused(text):
     Path("theirs").mkdir()
     Path("theirs/config.json").write_bytes(text if isinstance(text, bytes) else text.encode())
@@ -222,6 +222,15 @@ def test_a_failed_write_leaves_the_old_file(saved, model, monkeypatch):
         checkpoint.save_model(saved, MLP((784, 10)), {})
     assert (saved / "model.safetensors").read_bytes() == before
     assert sorted(path.name for path in saved.iterdir()) == ["config.json", "model.safetensors"]
+
+
+@pytest.mark.parametrize("text", ["", "[]", '{"epochs": 5}', '{"epochs": []}', '{"epochs": [1]}', '{"epochs": [{}]}'])
+def test_foreign_metrics_are_refused(saved, text):
+    with pytest.raises(UserError, match=r"runs/1/metrics\.json, the metrics of the finished epochs, is missing"):
+        checkpoint.read_metrics(saved)
+    (saved / "metrics.json").write_text(text)
+    with pytest.raises(UserError, match=r"runs/1/metrics\.json (is not JSON|does not hold the metrics)"):
+        checkpoint.read_metrics(saved)
 
 
 # Run directories
@@ -296,9 +305,15 @@ def test_a_bad_checkpoint_is_refused(saved, model):
     checkpoint.save_checkpoint(saved, model, {}, [])
     with pytest.raises(UserError, match=r"fc1\.weight is float32 \(32, 784\), and its layer needs float32 \(16, 784\)"):
         checkpoint.load_checkpoint(saved, MLP((784, 16, 10)))
-    checkpoint.save_checkpoint(saved, model, {"fc1.weight": torch.zeros(3)}, [])
-    with pytest.raises(UserError, match=r"a momentum buffer fc1\.weight that its model has no place for"):
-        checkpoint.load_checkpoint(saved, model)
+    for buffer in (torch.zeros(3), torch.zeros(32, 784, dtype=torch.float16)):
+        checkpoint.save_checkpoint(saved, model, {"fc1.weight": buffer}, [])
+        with pytest.raises(UserError, match=r"a momentum buffer fc1\.weight that its model has no place for"):
+            checkpoint.load_checkpoint(saved, model)
+    for header in ("", "[]", "{}", '{"metrics": 5}'):
+        save_file({}, file, {"qsparse_checkpoint": header})
+        with pytest.raises(UserError, match="is not a qsparse checkpoint"):
+            checkpoint.load_checkpoint(saved, model)
+    checkpoint.save_checkpoint(saved, model, {}, [])
     file.write_bytes(file.read_bytes()[:-1])
     with pytest.raises(UserError, match="is truncated"):
         checkpoint.load_checkpoint(saved, model)

@@ -18,7 +18,7 @@ class TrainConfig:
     """The settings of a training run; the defaults are the default recipe.
 
     hidden: widths of the hidden layers, first to last; empty for none.
-    epochs, batch_size: counts, at least 1. A last, smaller batch is used, not dropped.
+    epochs, batch_size: counts from 1 to 2^31 - 1, as are the widths. A last, smaller batch is used, not dropped.
     lr: learning rate of the first step; it decays linearly to zero over all steps of all epochs.
     momentum: in [0, 1). weight_decay: at least 0, on weights and biases alike. Both as in `torch.optim.SGD`.
     seed: of the initial weights and of the order of the batches.
@@ -42,14 +42,17 @@ class TrainConfig:
     def __post_init__(self) -> None:
         object.__setattr__(self, "hidden", tuple(self.hidden))
         for width in self.hidden:
-            _require(width >= 1, "hidden", width, "a width of at least 1")
-        _require(self.epochs >= 1, "epochs", self.epochs, "at least 1")
-        _require(self.batch_size >= 1, "batch_size", self.batch_size, "at least 1")
+            _require(_is_count(width, 1), "hidden", width, "a width from 1 to 2^31 - 1")
+        _require(_is_count(self.epochs, 1), "epochs", self.epochs, "a count from 1 to 2^31 - 1")
+        _require(_is_count(self.batch_size, 1), "batch_size", self.batch_size, "a count from 1 to 2^31 - 1")
         _require(0 < self.lr <= _LARGEST, "lr", self.lr, "a finite float32 above 0")
         _require(0 <= self.momentum < 1, "momentum", self.momentum, "a number in [0, 1)")
         _require(0 <= self.weight_decay <= _LARGEST, "weight_decay", self.weight_decay, "a finite float32, 0 or above")
-        _require(0 <= self.seed < 2**63, "seed", self.seed, "a whole number in [0, 2^63)")
-        _require(self.validation is None or self.validation >= 0, "validation", self.validation, "at least 0")
+        _require(_is_count(self.seed, 0, 2**63), "seed", self.seed, "a whole number in [0, 2^63)")
+        for field in ("device", "data"):
+            _require(isinstance(getattr(self, field), str), field, getattr(self, field), "a name")
+        fits = self.validation is None or _is_count(self.validation, 0)
+        _require(fits, "validation", self.validation, "a count from 0 to 2^31 - 1")
 
     def to_json(self) -> dict[str, Any]:
         """Return the settings as a JSON-able dict."""
@@ -59,6 +62,11 @@ class TrainConfig:
     def from_json(cls, fields: Mapping[str, Any]) -> TrainConfig:
         """Return the settings that `to_json` wrote. Raises TypeError or UserError when they are not settings."""
         return cls(**fields)
+
+
+def _is_count(value: object, least: int, end: int = 2**31) -> bool:
+    """Whether `value` is a whole number in [least, end): True and 2.0 are none, and torch takes none beyond int64."""
+    return isinstance(value, int) and not isinstance(value, bool) and least <= value < end
 
 
 def _require(holds: bool, field: str, value: object, allowed: str) -> None:
