@@ -198,6 +198,20 @@ def test_a_kernel_that_is_wrong_at_one_batch_size_gets_no_row(wrong):
         measure({"baseline": MLP((20, 4)), "wrong": WrongAlone((20, 4))}, random_split(), **QUICK)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_one_wrong_row_of_many_is_seen(dtype):
+    class WrongInOneRow(MLP):
+        def forward(self, x):
+            out = super().forward(x)
+            if len(x) == 20_000:
+                out[12_345] = out[12_346]
+            return out
+
+    model = WrongInOneRow((20, 4)).to(dtype)
+    with pytest.raises(UserError, match=r"outputs of baseline at batch 20,000 differ .*\(row 12345 by"):
+        measure({"baseline": model}, random_split(), batches=(20_000,), budget_s=0.01)
+
+
 def test_a_model_of_zeros_is_measured():
     model = MLP((20, 4))
     with torch.no_grad():
