@@ -1,5 +1,6 @@
 """Rows -> one picture: accuracy against latency, and accuracy against bytes."""
 
+import contextlib
 import math
 import os
 from collections import Counter
@@ -52,7 +53,8 @@ def png(rows: list[dict], path: str | os.PathLike, *, batch: int = 1024) -> Path
         figure.savefig(temporary, format="png")
         os.replace(temporary, path)
     except OSError as error:
-        temporary.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):  # no file can have a name that is too long
+            temporary.unlink(missing_ok=True)
         raise UserError(f"Cannot write the picture {path}: {error.strerror or error}.") from error
     return path
 
@@ -107,15 +109,17 @@ def _points(axes: Axes, xs: list[float | None], ys: list[float], styles: list[di
 
 
 def _labels(rows: list[dict]) -> list[str]:
-    """The variants' names, with the run and the device where these differ among the rows."""
+    """The variants' names, with the run and the device where these differ among the rows, as matplotlib shows them."""
     several_runs = len(distinct(rows, "run")) > 1
     several_devices = len({device_name(row) for row in rows}) > 1
-    return [
+    labels = [
         (f"{row.get('run')}: " if several_runs else "")
         + str(row.get("variant"))
         + (f" ({device_name(row)})" if several_devices else "")
         for row in rows
     ]
+    # A name is no formula, and a legend leaves out what begins with an underscore.
+    return [("\u200b" if label.startswith("_") else "") + label.replace("$", r"\$") for label in labels]
 
 
 def _styles(rows: list[dict]) -> list[dict]:

@@ -122,3 +122,13 @@ def test_nothing_to_plot_and_nowhere_to_write(tmp_path):
     with pytest.raises(UserError, match="Cannot write the picture"):
         png(ROWS, tmp_path / "folder.png")
     assert [file.name for file in tmp_path.iterdir()] == ["folder.png"]
+    with pytest.raises(UserError, match=r"Cannot write the picture .*: File name too long"):
+        png(ROWS, tmp_path / f"{'x' * 250}.png")
+
+
+@pytest.mark.parametrize("name", ["$^$", r"$\\foo$", "_x"])
+def test_a_name_is_neither_a_formula_nor_hidden(name, tmp_path):
+    plain = picture([make_row("int8", 0.97, 100, 1000)], tmp_path / "p.png")
+    named = picture([make_row(name, 0.97, 100, 1000)], tmp_path / "p.png")
+    assert (plain[-60:] != 255).any()
+    assert (named[-60:] != 255).any()
