@@ -5,9 +5,9 @@ Images stay uint8 rows of 784 pixels, also on a GPU; `normalize` is called where
 
 from __future__ import annotations
 
-import hashlib
 import http.client
 import os
+import tempfile
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -134,10 +134,18 @@ def locate() -> Location:
 
 
 def cache_directory() -> Path:
-    """The directory of downloads, which need not exist: $QSPARSE_CACHE, else qsparse in $XDG_CACHE_HOME or ~/.cache."""
+    """The directory of downloads, which need not exist: $QSPARSE_CACHE, else qsparse in $XDG_CACHE_HOME or ~/.cache.
+
+    A user without a home (in a container) has it in the directory of temporary files.
+    """
     if place := os.environ.get("QSPARSE_CACHE"):
         return Path(place)
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "qsparse"
+    if place := os.environ.get("XDG_CACHE_HOME"):
+        return Path(place) / "qsparse"
+    try:
+        return Path.home() / ".cache" / "qsparse"
+    except RuntimeError:
+        return Path(tempfile.gettempdir()) / f"qsparse-{os.getuid()}"
 
 
 def batches(split: Split, batch_size: int, *, seed: int, epoch: int) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
@@ -232,7 +240,7 @@ def _download(say: Callable[[str], None]) -> _Found:
 
 def _is_genuine(path: Path, md5: str) -> bool:
     try:
-        return hashlib.md5(idx.unpacked(path)).hexdigest() == md5
+        return idx.md5(idx.unpacked(path)) == md5
     except UserError:
         return False
 
@@ -251,7 +259,7 @@ def _read_directory(directory: Path) -> _Found:
     """Read the four IDX files, gzipped or not, of DIR/MNIST/raw or of DIR. Raises UserError naming the file."""
     paths = _four_files(directory)
     contents = {stem: idx.unpacked(path) for stem, path in paths.items()}
-    foreign = [path for stem, path in paths.items() if hashlib.md5(contents[stem]).hexdigest() != MD5[stem]]
+    foreign = [path for stem, path in paths.items() if idx.md5(contents[stem]) != MD5[stem]]
     train = _split(paths, contents, TRAIN_IMAGES, TRAIN_LABELS)
     test = _split(paths, contents, TEST_IMAGES, TEST_LABELS)
     return _Found("custom" if foreign else "mnist", str(directory), train, test, foreign[0] if foreign else None)

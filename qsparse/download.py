@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import http.client
 import queue
 import tempfile
@@ -30,7 +29,7 @@ def from_mirrors(mirrors: list[str], name: str, md5: str, directory: Path) -> No
             partial = Path(file.name)
         try:
             partial.write_bytes(fetch(mirror + name))
-            if hashlib.md5(idx.unpacked(partial)).hexdigest() == md5:
+            if idx.md5(idx.unpacked(partial)) == md5:
                 partial.replace(directory / name)
                 return
             failure = OSError(f"{mirror + name} is not the file that was expected: its MD5 differs")

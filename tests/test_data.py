@@ -5,6 +5,7 @@ from __future__ import annotations
 import gzip
 import hashlib
 import http.server
+import os
 import threading
 import time
 from pathlib import Path
@@ -14,7 +15,7 @@ import numpy as np
 import pytest
 import torch
 
-from qsparse import data, download
+from qsparse import data, download, idx
 from qsparse.errors import UserError
 
 STEMS = tuple(data.MD5)
@@ -425,6 +426,25 @@ class TestLocate:
         monkeypatch.delenv("XDG_CACHE_HOME")
         monkeypatch.setenv("HOME", str(tmp_path))
         assert data.cache_directory() == tmp_path / ".cache/qsparse"
+
+    def test_a_user_without_a_home(self, monkeypatch, tmp_path, no_network):
+        monkeypatch.delenv("QSPARSE_CACHE")
+        monkeypatch.delenv("XDG_CACHE_HOME")
+        monkeypatch.delenv("HOME")
+        monkeypatch.setattr("pwd.getpwuid", {}.__getitem__)  # KeyError: a user that the system does not know
+        monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+        assert data.cache_directory() == tmp_path / f"qsparse-{os.getuid()}"
+        assert data.locate().name == "mnist-5k"
+
+    def test_md5_where_it_is_barred_from_security(self, monkeypatch):
+        md5 = hashlib.md5
+
+        def barred(content, *, usedforsecurity=True):
+            assert not usedforsecurity, "a FIPS machine raises ValueError here"
+            return md5(content)
+
+        monkeypatch.setattr(hashlib, "md5", barred)
+        assert idx.md5(b"") == "d41d8cd98f00b204e9800998ecf8427e"
 
 
 class TestBatches:
