@@ -20,7 +20,6 @@ import errno
 import fcntl
 import json
 import os
-import shutil
 import tempfile
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
@@ -186,8 +185,12 @@ def exclusive(run: Path) -> Iterator[None]:
 def clear_run(run: Path) -> None:
     """Delete what qsparse wrote in `run`, the compressed variants too, and nothing else."""
     for child in run.iterdir():
-        if is_variant(child):
-            shutil.rmtree(child)
+        if child.is_symlink() or not is_variant(child):  # what a link points at is not in the run
+            continue
+        for name in (MODEL, CONFIG):
+            (child / name).unlink(missing_ok=True)
+        with contextlib.suppress(OSError):  # somebody's file lies there too
+            child.rmdir()
     for name in (MODEL, CHECKPOINT, METRICS, ROWS, CONFIG):
         (run / name).unlink(missing_ok=True)
 

@@ -255,10 +255,16 @@ def test_force_replaces_the_run_and_what_was_measured_of_it_and_nothing_else():
     (run / "other").mkdir()
     (run / "other" / "config.json").write_text('{"model": "of another project"}')
     (run / "other" / "model.safetensors").write_bytes(b"")
+    checkpoint.save_model(run / "fp16", model, {"run": "mine", "variant": "fp16"})
+    (run / "fp16" / "notes.txt").write_text("mine too")
+    elsewhere = checkpoint.save_model("elsewhere", model, {"run": "mine", "variant": "csr"})
+    (run / "csr").symlink_to(Path("elsewhere").absolute())
     replaced = train(TrainConfig(hidden=(), epochs=1, data="mnist-5k", device="cpu"), out=run, force=True)
     assert sorted(path.name for path in run.iterdir()) == [
-        "config.json", "metrics.json", "model.safetensors", "notes.txt", "other",
+        "config.json", "csr", "fp16", "metrics.json", "model.safetensors", "notes.txt", "other",
     ]  # fmt: skip
+    assert [path.name for path in (run / "fp16").iterdir()] == ["notes.txt"]
+    assert elsewhere.exists()
     assert checkpoint.load(replaced.run).sizes == (784, 10)
 
 
