@@ -166,6 +166,18 @@ def rows(value: torch.Tensor) -> torch.Tensor:
     return torch.empty(value.shape, dtype=value.dtype, device=value.device).copy_(value)
 
 
+def matrix(a: torch.Tensor, k_major: bool = False) -> tuple[torch.Tensor, bool, int]:
+    """The matrix, whether its rows are the contiguous direction, and the stride of the other direction.
+
+    ``k_major`` allows only contiguous rows, by a copy if need be.
+    """
+    if a.stride(1) == 1 and a.stride(0) >= a.shape[1]:
+        return a, True, a.stride(0)
+    if not k_major and a.stride(0) == 1 and a.stride(1) >= a.shape[0]:
+        return a, False, a.stride(1)
+    return rows(a), True, max(a.shape[1], 1)
+
+
 def cpu_slices(m: int, height: int = 1024):
     """Slices of at most ``height`` rows: on a CPU, what is computed in between then stays in cache."""
     return (slice(start, start + height) for start in range(0, m, height))

@@ -1,130 +1,40 @@
-"""The host side of ``gemm_sm90.cu``: which operands it takes, which configuration suits a shape, and the launch.
+"""The host side of ``gemm_sm90.cu``: which operands it takes, and the launch.
 
-The face of the operation is :mod:`qsparse.kernels.gemm`; it hands over what :func:`supports` accepts. The
-configuration comes from the tuning table, ``gemm_sm90.json``, which ``qsparse bench gemm --tune`` writes: that of the
-nearest measured shape of the same GPU, dtype and layout; on a card without measurements the H200's serve.
+The face of the operation is :mod:`qsparse.kernels.gemm`; it hands over what :func:`supports` accepts.
 """
 
 from __future__ import annotations
 
 import functools
-import json
-import math
-from collections.abc import Iterable
-from dataclasses import asdict, dataclass
-from pathlib import Path
+from dataclasses import dataclass
 
 import torch
 
-from qsparse.kernels._face import C_FLOATS
+from qsparse.kernels._face import matrix
+from qsparse.kernels._gemm_sm90_configs import (
+    CONFIGS,
+    FEW,
+    INSTANCES,
+    NO_MASK,
+    SPLIT,
+    STEP,
+    TABLE,
+    TF32,
+    WRITE_MASK,
+    Config,
+    biggest,
+    candidates,
+    choose,
+)
 from qsparse.kernels._load import launch, multiprocessors, tensor_map
+
+__all__ = ["CONFIGS", "INSTANCES", "TABLE", "Config", "candidates"]  # found here too
 
 SOURCE, SPLIT_SOURCE = "gemm_sm90.cu", "gemm_split.cu"
 SPLIT_INSTANCES = ("gemm_split",)
-TABLE = Path(__file__).with_name("gemm_sm90.json")
-SHARED_LIMIT = 227 * 1024
-_BOOL = ("false", "true")
-_STEP = 128  # bytes of K that a pipeline stage holds of each row
 _RELU, _TMA_STORE, _ACCUMULATE, _PAIRS = 1, 2, 4, 8  # enum Flag of the kernel
-NO_MASK, WRITE_MASK, APPLY_MASK = 0, 1, 2
 _NO_MAP = bytes(128)
 _FORMATS = "128s128s128sPPPPPiiifii"
-
-
-@dataclass(frozen=True)
-class Config:
-    """One instance of the kernel; the names are its template parameters, explained at the head of the file.
-
-    ``bm x bn`` is a block's tile, ``cm x cn`` the blocks of a cluster that share loads, ``split`` those that divide K,
-    ``panels`` the shared memory for results in units of 8 KB a consumer, and ``group`` the rows of cluster tiles that
-    are walked together.
-    """
-
-    bm: int
-    bn: int
-    consumers: int
-    stages: int
-    cm: int = 1
-    cn: int = 1
-    split: int = 1
-    panels: int = 2
-    pingpong: bool = False
-    group: int = 8
-
-    def __post_init__(self):
-        """Raise ValueError for what the kernel's static assertions or a Hopper block would refuse."""
-        rows_each = self.bm // (1 if self.pingpong else self.consumers)
-        if rows_each % 64 or rows_each * self.bn > 64 * 256 or self.bn not in (64, 128, 192, 256):
-            raise ValueError(f"a consumer cannot hold its share of the tile: {self}")
-        if self.bm // self.cn % 32 or self.bn // self.cm % 32:
-            raise ValueError(f"the blocks of the cluster cannot divide the loads: {self}")
-        if self.split > 1 and (self.cm * self.cn > 1 or self.pingpong):
-            raise ValueError(f"a cluster either splits K or shares loads: {self}")
-        if self.split > 1 and self.bm * self.bn * 4 > self.stages * self._stage:
-            raise ValueError(f"the partial sums do not fit the stages' memory: {self}")
-        if self.shared(2) > SHARED_LIMIT:
-            raise ValueError(f"{self.shared(2)} bytes of shared memory, {SHARED_LIMIT} allowed: {self}")
-
-    @property
-    def _stage(self) -> int:
-        return (self.bm + self.bn) * _STEP
-
-    @property
-    def cluster(self) -> int:
-        return self.cm * self.cn * self.split
-
-    def shared(self, out_bytes: int, bias_bytes: int = 2) -> int:
-        """Dynamic shared memory a block, in bytes, for outputs of ``out_bytes`` and biases of ``bias_bytes`` each."""
-        staged = self.consumers * self.panels * 8192 if out_bytes == 2 and self.split == 1 else 0
-        return self.stages * self._stage + staged + self.consumers * self.bn * bias_bytes + 2 * self.stages * 8 + 1024
-
-    def reads(self, x_k: bool, w_k: bool) -> bool:
-        """Whether the cluster can divide loads of operands that lie this way (64-wide boxes where not K-major)."""
-        return (x_k or self.bm // self.cn % 64 == 0) and (w_k or self.bn // self.cm % 64 == 0)
-
-    def instance(self, dtype, out, x_k: bool = True, w_k: bool = True, mask: int = NO_MASK, parts: int = 1) -> str:
-        """The C++ name of the kernel."""
-        sizes = (self.bm, self.bn, self.consumers, self.stages, self.cm, self.cn, self.split, self.panels)
-        flags = f"{_BOOL[x_k]}, {_BOOL[w_k]}, {', '.join(map(str, sizes))}, {_BOOL[self.pingpong]}, {mask}, {parts}"
-        return f"gemm_sm90<{C_FLOATS[dtype]}, {C_FLOATS[out]}, {flags}>"
-
-
-# Big tiles need the fewest bytes; small and split ones fill the chip when there is little to do.
-CONFIGS = (
-    Config(128, 256, 2, 4),
-    Config(128, 256, 2, 4, cm=2),
-    Config(256, 128, 2, 4),
-    Config(128, 128, 2, 6, cm=2, panels=1, pingpong=True),
-    Config(128, 128, 2, 6, cn=2, panels=1, pingpong=True),
-    Config(64, 128, 1, 7),
-    Config(128, 64, 2, 6, panels=1),
-    Config(64, 64, 1, 8, panels=1),
-    Config(64, 64, 1, 8, split=2, panels=1),
-    Config(64, 64, 1, 4, split=4, panels=1),
-    Config(64, 128, 1, 4, split=4),
-)
-_GROUPS = (8, 16)
-# float32 operands: tf32 takes the first two of the big tiles; two sets of sums, for the split ones, need small tiles.
-_TF32 = (Config(128, 256, 2, 4, cm=2), Config(128, 128, 2, 6), Config(64, 128, 1, 7))
-_SPLIT = (Config(128, 128, 2, 6, cm=2), Config(128, 128, 2, 6), Config(64, 64, 1, 8))
-# Outputs in float32 and masks are compiled for fewer shapes; these serve all sizes well enough.
-_FEW = (CONFIGS[0], CONFIGS[5], CONFIGS[7])
-_16_BIT = (torch.float16, torch.bfloat16)
-
-
-def _instances() -> Iterable[str]:
-    layouts = [(x_k, w_k) for x_k in (True, False) for w_k in (True, False)]
-    for dtype in _16_BIT:
-        for x_k, w_k in layouts:
-            yield from (c.instance(dtype, dtype, x_k, w_k, NO_MASK) for c in CONFIGS if c.reads(x_k, w_k))
-            yield from (c.instance(dtype, torch.float32, x_k, w_k, NO_MASK) for c in _FEW)
-        yield from (c.instance(dtype, dtype, True, True, WRITE_MASK) for c in _FEW)
-        yield from (c.instance(dtype, dtype, True, False, APPLY_MASK) for c in _FEW)
-    yield from (c.instance(torch.float32, torch.float32) for c in _TF32)
-    yield from (c.instance(torch.float16, torch.float32, parts=2) for c in _SPLIT)
-
-
-INSTANCES = tuple(_instances())
 
 
 def supports(x: torch.Tensor, ldx: int, w: torch.Tensor, ldw: int, precision: str) -> bool:
@@ -147,61 +57,8 @@ def has_epilogue(x: torch.Tensor, x_k: bool, w_k: bool, out: torch.dtype, mode: 
     return mode == NO_MASK or (out == x.dtype != torch.float32 and x_k and w_k == (mode == WRITE_MASK))
 
 
-def candidates(m: int, n: int, k: int, dtype, layout: str, device) -> list[Config]:
-    """Every configuration worth timing at a shape; ``layout`` is nt, nn, tn or tt (x then w, t: transposed)."""
-    x_k, w_k = _k_major(layout)
-    fitting = [c for c in CONFIGS if c.reads(x_k, w_k) and c.split * 64 <= max(k, 64)]
-    several_rows = m > 8 * 128
-    return [Config(**{**asdict(c), "group": g}) for c in fitting for g in (_GROUPS if several_rows else _GROUPS[:1])]
-
-
-def _k_major(layout: str) -> tuple[bool, bool]:
-    """``nt`` is x · wᵀ with both K-major; ``nn`` takes w as (K, N); ``tn`` takes x as (K, M) and w as (K, N)."""
-    return layout[0] == "n", layout[1] == "t"
-
-
-def _layout(x_k: bool, w_k: bool) -> str:
-    return ("n" if x_k else "t") + ("t" if w_k else "n")
-
-
-@functools.cache
-def table() -> dict[tuple[str, str, str], list[tuple[tuple[int, int, int], Config]]]:
-    """The measured best configurations by (gpu, dtype, layout); every row is validated as it is read."""
-    rows: dict = {}
-    for row in json.loads(TABLE.read_text()) if TABLE.exists() else ():
-        key = row["gpu"], row["dtype"], row["layout"]
-        rows.setdefault(key, []).append((tuple(row["shape"]), Config(**row["config"])))
-    return rows
-
-
-@functools.lru_cache(maxsize=65536)
-def choose(m: int, n: int, k: int, dtype: torch.dtype, x_k: bool, w_k: bool, gpu: str, sms: int) -> Config:
-    """The configuration of the nearest measured shape, by the product of the three sizes' ratios."""
-    name = str(dtype).removeprefix("torch.")
-    for key in ((gpu, name, _layout(x_k, w_k)), (gpu, "float16", _layout(x_k, w_k)), ("NVIDIA H200", "float16", "nt")):
-        near = [(math.dist(_log(shape), _log((m, n, k))), config) for shape, config in table().get(key, ())]
-        near = [(far, config) for far, config in near if config.reads(x_k, w_k)]
-        if near:
-            far, config = min(near, key=lambda pair: pair[0])
-            if far < 4:  # within a factor of four in each of two directions, say; beyond it, count tiles
-                return config
-    return _biggest(_FEW, m, n, sms)
-
-
-def _log(shape: tuple[int, int, int]) -> list[float]:
-    return [math.log2(size) for size in shape]
-
-
-def _biggest(configs: tuple[Config, ...], m: int, n: int, sms: int) -> Config:
-    """The first, that is the biggest tile, that still gives most multiprocessors one; else the last."""
-    fills = (c for c in configs if -(-m // c.bm) * -(-n // c.bn) >= 0.75 * sms)
-    return next(fills, configs[-1])
-
-
 def run(config: Config | None, x, w, bias, relu: bool, **options) -> torch.Tensor:
     """``launch_gemm`` on plain arguments, for benchmarks and tests: ``config`` None is what the face would choose."""
-    from qsparse.kernels.gemm import matrix
-
     (x, x_k, ldx), (w, w_k, ldw) = matrix(x), matrix(w)
     y = torch.empty((x.shape[0], w.shape[0]), dtype=x.dtype, device=x.device)
     return launch_gemm(x, x_k, ldx, w, w_k, ldw, bias, y, relu=relu, config=config, **options)
@@ -284,8 +141,8 @@ def _plan(device, m, n, k, ldx, ldw, dtype, out, x_k, w_k, mask_mode, relu, accu
     if config is None and out == dtype != torch.float32 and mask_mode == NO_MASK:
         config = choose(m, n, k, dtype, x_k, w_k, name, sms)
     elif config is None:
-        config = _biggest(_TF32 if dtype == torch.float32 else _FEW, m, n, sms)
-    step = _STEP // dtype.itemsize
+        config = biggest(TF32 if dtype == torch.float32 else FEW, m, n, sms)
+    step = STEP // dtype.itemsize
     flags = (_RELU if relu else 0) | (_ACCUMULATE if accumulate else 0) | _pairs(out, n, y_offset)
     y_map = None
     if out != torch.float32 and config.split == 1 and n % 8 == 0 and y_offset == 0:
@@ -320,7 +177,7 @@ def launch_split(x, ldx: int, w, ldw: int, bias, y, *, relu: bool = False, alpha
     """The same for float32 ``x (M, K)`` and ``w (N, K)``, both K-major, as three products of halves (gemm_split.cu)."""
     (m, k), n = x.shape, w.shape[0]
     sms = multiprocessors(x.device.index)[1]
-    config = _biggest(_SPLIT, m, n, sms)
+    config = biggest(SPLIT, m, n, sms)
     x_parts, x_scale = _split(x, ldx)
     w_parts, w_scale = _split(w, ldw)
     maps = (

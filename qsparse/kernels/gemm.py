@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from qsparse.kernels import _gemm_simt, _gemm_sm80, _gemm_sm90, _relu_mask
-from qsparse.kernels._face import C_FLOATS, check_same_device, check_tensor, face, rows
+from qsparse.kernels._face import C_FLOATS, check_same_device, check_tensor, face, matrix, rows
 
 SOURCES = {
     _gemm_simt.SOURCE: _gemm_simt.INSTANCES,
@@ -183,18 +183,6 @@ def _repeat(x, w, bias, relu: bool, alpha: float):
         return None
     y = torch.empty((x.shape[0], w.shape[0]), dtype=x.dtype, device=x.device)  # PyTorch aligns it by 512 bytes
     return _gemm_sm90.launch_plan(plan, x, w, bias, y, alpha)
-
-
-def matrix(a: torch.Tensor, k_major: bool = False) -> tuple[torch.Tensor, bool, int]:
-    """The matrix, whether its rows are the contiguous direction, and the stride of the other direction.
-
-    ``k_major`` allows only contiguous rows, by a copy if need be.
-    """
-    if a.stride(1) == 1 and a.stride(0) >= a.shape[1]:
-        return a, True, a.stride(0)
-    if not k_major and a.stride(0) == 1 and a.stride(1) >= a.shape[0]:
-        return a, False, a.stride(1)
-    return rows(a), True, max(a.shape[1], 1)
 
 
 def _pick(asked: str | None, best: str, operands: tuple, precision: str) -> str:

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from qsparse import kernels
-from qsparse.kernels import _gemm_sm80, _gemm_sm90, _load, _relu_mask
+from qsparse.kernels import _gemm_sm80, _gemm_sm90, _gemm_sm90_configs, _load, _relu_mask
 from qsparse.oracles.gemm import gemm as oracle
 
 HALVES = (torch.float16, torch.bfloat16)
@@ -200,9 +200,9 @@ def test_configurations_are_checked():
 
 
 def test_the_tuning_table_is_valid():
-    for (_, dtype, layout), rows in _gemm_sm90.table().items():
+    for (_, dtype, layout), rows in _gemm_sm90_configs.table().items():
         assert dtype in ("float16", "bfloat16")
-        x_k, w_k = _gemm_sm90._k_major(layout)
+        x_k, w_k = _gemm_sm90_configs.k_major(layout)
         for shape, config in rows:
             assert len(shape) == 3
             assert config.reads(x_k, w_k)
@@ -254,7 +254,7 @@ def test_a_repeated_call_computes_anew(normal, to_numpy, assert_close):
     [
         ("gemm_sm90.cu", _gemm_sm90.CONFIGS[0].instance(torch.float16, torch.float16), "HGMMA.64x256x16.F32"),
         ("gemm_sm90.cu", _gemm_sm90.CONFIGS[3].instance(torch.bfloat16, torch.bfloat16), "HGMMA.64x128x16.F32.BF16"),
-        ("gemm_sm90.cu", _gemm_sm90._TF32[0].instance(torch.float32, torch.float32), "HGMMA.64x256x8.F32.TF32"),
+        ("gemm_sm90.cu", _gemm_sm90_configs.TF32[0].instance(torch.float32, torch.float32), "HGMMA.64x256x8.F32.TF32"),
         ("gemm_sm80.cu", _gemm_sm80.CONFIGS[0].instance(torch.float16, True, True), "HMMA.16816.F32"),
     ],
     ids=["half", "bfloat16", "tf32", "sm80"],

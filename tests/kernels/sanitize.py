@@ -1,0 +1,78 @@
+"""Launch every kernel at small shapes, for `compute-sanitizer --tool memcheck|racecheck python tests/kernels/sanitize.py`.
+
+Not a test by itself (pytest does not collect it): the sanitizer watches, and what is computed is checked elsewhere.
+"""
+
+from __future__ import annotations
+
+import sys
+
+import torch
+
+from qsparse import kernels
+from qsparse.kernels import _gemm_sm90, _load
+
+DEVICE = torch.device("cuda", 0)
+
+
+def normal(*shape: int, dtype=torch.float32) -> torch.Tensor:
+    return torch.randn(shape, device=DEVICE).to(dtype)
+
+
+def dense() -> None:
+    for m, n, k in ((72, 136, 200), (5, 7, 9), (130, 10, 64)):
+        for dtype in (torch.float32, torch.float16, torch.bfloat16):
+            x, w, bias = normal(m, k, dtype=dtype), normal(n, k, dtype=dtype), normal(n, dtype=dtype)
+            for tier in ("simt", "sm80", "sm90"):
+                if tier == "simt" or (dtype != torch.float32 and k % 8 == 0 and kernels.gemm.tier(DEVICE) != "simt"):
+                    kernels.gemm(x, w, bias, relu=True, tier=tier)
+            y, mask = kernels.gemm(x, w, bias, relu=True, return_mask=True)
+            dz, _ = kernels.bias_relu_grad(y, y)
+            kernels.gemm(dz, w.t(), mask=torch.ones((m, -(-k // 64)), dtype=torch.int64, device=DEVICE))
+            kernels.gemm(dz.t(), x.t(), out=torch.zeros((n, k), dtype=dtype, device=DEVICE), accumulate=True)
+            assert mask.shape == (m, -(-n // 64))
+    x, w = normal(256, 520), normal(640, 520)
+    for precision in ("ieee", "high"):
+        kernels.gemm(x, w, precision=precision)
+    kernels.gemm(normal(1024, 520), normal(640, 520), precision="highest")
+    if kernels.gemm.tier(DEVICE) == "sm90":
+        x, w, bias = (normal(*size, dtype=torch.float16) for size in ((264, 328), (392, 328), (392,)))
+        for config in _gemm_sm90.CONFIGS:
+            _gemm_sm90.run(config, x, w, bias, True)
+
+
+def quantized() -> None:
+    for m, n, k in ((70, 65, 130), (3, 5, 7), (1, 10, 784)):
+        q, scale = kernels.quantize_rows(normal(m, k))
+        q_w, scale_w = kernels.quantize_rows(normal(n, k, dtype=torch.float16))
+        kernels.gemm_int8(q, q_w, scale, scale_w, normal(n), relu=True)
+        kernels.gemm_int8(q, q_w, out_dtype=torch.int64)
+
+
+def sparse() -> None:
+    w = normal(37, 50) * (torch.rand(37, 50, device=DEVICE) < 0.2)
+    csr = w.to_sparse_csr()
+    arrays = csr.values(), csr.col_indices().int(), csr.crow_indices().int()
+    rows, cols = w.nonzero().int().unbind(1)
+    for m in (1, 9, 40):
+        kernels.spmm_csr(normal(m, 50), *arrays, normal(37), shape=w.shape, relu=True)
+        kernels.spmm_coo(normal(m, 50), arrays[0], rows, cols, normal(37), shape=w.shape)
+
+
+def training() -> None:
+    kernels.softmax_cross_entropy(normal(33, 10), torch.arange(33, device=DEVICE) % 10)
+    parameter = normal(1000)
+    kernels.sgd(parameter, normal(1000), normal(1000), lr=0.1, momentum=0.9, mask=parameter > 0)
+
+
+def main() -> int:
+    with _load.launched() as launches:
+        for part in (dense, quantized, sparse, training):
+            part()
+        torch.cuda.synchronize()
+    print(f"{len(launches)} launches of {len({launch.partition(':')[0] for launch in launches})} sources")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
