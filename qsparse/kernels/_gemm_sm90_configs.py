@@ -1,6 +1,6 @@
 """The instances of ``gemm_sm90.cu``, and which one suits a shape.
 
-The choice comes from the tuning table, ``gemm_sm90.json``, which ``qsparse bench gemm --tune`` writes: it is that of the
+The choice comes from the tuning table, ``gemm_sm90.json``, which ``qsparse bench gemm --tune`` writes: that of the
 nearest measured shape of the same GPU, dtype and layout. On a card without measurements the H200's serve.
 """
 

@@ -1,4 +1,4 @@
-"""Launch every kernel at small shapes, for `compute-sanitizer --tool memcheck|racecheck python tests/kernels/sanitize.py`.
+"""Launch every kernel at small shapes: `compute-sanitizer --tool memcheck python tests/kernels/sanitize.py`.
 
 Not a test by itself (pytest does not collect it): the sanitizer watches, and what is computed is checked elsewhere.
 """
