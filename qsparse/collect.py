@@ -12,7 +12,7 @@ from rich.console import Console
 
 from qsparse import checkpoint
 from qsparse.errors import UserError
-from qsparse.report import newest, png
+from qsparse.report import flaw, newest, png
 from qsparse.train.progress import say
 
 
@@ -38,14 +38,20 @@ def collect(
     Raises UserError when there is no such run, no row in any, or `out` is not a .png or cannot be written.
     """
     named = [checkpoint.find_run(run) for run in runs] or checkpoint.runs() or [checkpoint.newest_run()]
+    named = list({run.resolve(): run for run in named}.values())  # each once, however it is spelt
     picture = Path(out) if out is not None else _beside(named) / "report.png"
     if picture.suffix.lower() != ".png" or picture.is_dir():
         raise UserError(f"--out {picture} is no picture: give it a name that ends in .png")
     checkpoint.require_writable(picture.parent)
     rows = []
-    for run in dict.fromkeys(named):
+    for run in named:
         # The row keeps the name that the run had when it was measured; what counts here is where it is now.
         found = [{**row, "run": str(run)} for row in checkpoint.read_rows(run)]
+        for number, row in enumerate(found, start=1):
+            if wrong := flaw(row):
+                raise UserError(
+                    f"{run / checkpoint.ROWS}: line {number} is no row of qsparse's, {wrong}; delete that line"
+                )
         if not found:
             say(console, f"{run}: nothing was measured yet")
         rows += found

@@ -1,6 +1,29 @@
-"""Choosing and naming rows."""
+"""Choosing, checking and naming rows."""
 
 from collections.abc import Iterable
+
+_TEXTS = ("run", "variant", "peer", "kernel", "device", "gpu", "date")
+_NUMBERS = ("accuracy", "accuracy_change", "agreement", "density", "weight_bytes", "weight_ratio")
+_BY_BATCH = ("latency_us", "latency_us_p10", "latency_us_p90", "speedup")
+
+
+def flaw(row: dict) -> str | None:
+    """What keeps a row that somebody else wrote from being shown, None where nothing does. Null and absent are fine."""
+    for field in _TEXTS:
+        if not isinstance(row.get(field), str | None):
+            return f"{field} is no text"
+    for field in _NUMBERS:
+        if row.get(field) is not None and not _is_number(row[field]):
+            return f"{field} is no number"
+    for field in _BY_BATCH:
+        values = {} if row.get(field) is None else row[field]
+        if not isinstance(values, dict) or not all(_is_number(value) and value > 0 for value in values.values()):
+            return f"{field} holds no positive number for each batch"
+    return None
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
 
 
 def newest(rows: Iterable[dict]) -> list[dict]:

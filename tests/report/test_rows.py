@@ -1,4 +1,8 @@
-from qsparse.report import newest
+import io
+
+import pytest
+
+from qsparse.report import flaw, newest, png, show
 
 
 def row(n, run="runs/1", variant="int8", peer=None, device="cpu", date="2026-01-01T00:00:00+00:00"):
@@ -30,3 +34,28 @@ def test_of_one_date_the_last_stays():
 def test_rows_without_fields_are_kept_apart_from_others():
     assert numbers([{"n": 0}, row(1), {"n": 2}]) == [2, 1]
     assert newest([]) == []
+
+
+@pytest.mark.parametrize(
+    ("fields", "what"),
+    [
+        ({"accuracy": "high"}, "accuracy is no number"),
+        ({"accuracy": True}, "accuracy is no number"),
+        ({"weight_bytes": "x"}, "weight_bytes is no number"),
+        ({"variant": ["x"]}, "variant is no text"),
+        ({"date": 5}, "date is no text"),
+        ({"latency_us": 5}, "latency_us holds no positive number for each batch"),
+        ({"latency_us": {"1024": -3}}, "latency_us holds no positive number for each batch"),
+        ({"latency_us_p90": {"1": None}}, "latency_us_p90 holds no positive number for each batch"),
+    ],
+)
+def test_a_row_that_cannot_be_shown_is_told(fields, what):
+    assert flaw({"accuracy": 0.5, **fields}) == what
+
+
+@pytest.mark.parametrize("fields", [{}, dict.fromkeys(("variant", "device", "latency_us", "weight_bytes"))])
+def test_missing_and_null_fields_are_shown(fields, tmp_path):
+    row = {"accuracy": 0.5, **fields}
+    assert flaw(row) is None
+    show([row], io.StringIO())
+    png([row], tmp_path / "p.png")
