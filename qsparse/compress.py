@@ -86,7 +86,11 @@ def sparsify_run(
     source = _open(run, device, console)
     masks = _masks(source, density)
     model = source.model
-    details: dict[str, Any] = {"density_asked": density, "finetune_epochs": finetune_epochs}
+    details: dict[str, Any] = {
+        "method": "magnitude",
+        "density_asked": density,
+        "finetune_epochs": finetune_epochs,
+    }
     if finetune_epochs:
         config = dataclasses.replace(source.config, epochs=finetune_epochs, lr=source.config.lr if lr is None else lr)
         details["finetune_lr"] = config.lr

@@ -66,6 +66,7 @@ def test_sparsify_keeps_the_asked_density(run, format):
     row = result.rows[1]
     assert row["density"] == pytest.approx(0.1, abs=1e-5)
     assert (row["density_asked"], row["format"], row["finetune_epochs"]) == (0.1, format, 0)
+    assert row["method"] == "magnitude"
     sparse = qsparse.load(result.directory)
     assert sum(layer.nnz for layer in sparse.layers().values()) == round(0.1 * (784 * 256 + 256 * 10))
     assert row["accuracy"] == evaluate(sparse, load_dataset(run).test)[0]
@@ -187,6 +188,20 @@ def test_collect_takes_the_newest_row_of_each_variant(run):
     assert collected.picture == run / "report.png"
     assert collected.picture.read_bytes().startswith(b"\x89PNG")
     json.dumps(collected.to_json(), allow_nan=False)
+
+
+def test_collect_takes_a_run_once_however_it_is_spelt(run):
+    checkpoint.append_rows(run, [{"variant": "baseline", "accuracy": 0.5}])
+    Path("link").symlink_to(run)
+    for spellings in ([run, run.absolute()], [run, "link", "./runs/../runs/1"]):
+        assert len(collect(spellings).rows) == 1
+
+
+def test_collect_names_the_line_of_a_foreign_row(run):
+    checkpoint.append_rows(run, [{"variant": "baseline", "accuracy": 0.5}, {"accuracy": "high"}])
+    with pytest.raises(UserError, match=r"rows\.jsonl: line 2 is no row of qsparse's, accuracy is no number; delete"):
+        collect([run])
+    assert not (run / "report.png").exists()
 
 
 def test_collect_takes_every_run_and_says_which_have_no_rows(run, capsys):
