@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import dataclasses
 import warnings
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,7 +18,7 @@ from qsparse import checkpoint
 from qsparse.data import Dataset
 from qsparse.device import resolve_device
 from qsparse.errors import UserError
-from qsparse.measure import measure
+from qsparse.measure import PeerWarning, measure
 from qsparse.models import MLP
 from qsparse.quant import DTYPES, quantize
 from qsparse.sparse import FORMATS, EmptyLayerWarning, check_density, magnitude_masks, prunable_weights, sparsify
@@ -128,12 +130,21 @@ def _open(run: str | Path | None, device: str, console: Console | None) -> _Sour
 
 def _masks(source: _Source, density: float) -> dict[str, torch.Tensor]:
     """Choose the weights that stay, and say aloud which layers lose all of theirs."""
+    with _aloud(source, EmptyLayerWarning):
+        return magnitude_masks(prunable_weights(source.model), density)
+
+
+@contextlib.contextmanager
+def _aloud(source: _Source, category: type[Warning]) -> Iterator[None]:
+    """Say the warnings of `category` that are given inside; others go their way."""
     with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always", EmptyLayerWarning)
-        masks = magnitude_masks(prunable_weights(source.model), density)
+        warnings.simplefilter("always", category)
+        yield
     for warning in caught:
-        source.say(f"warning: {warning.message}")
-    return masks
+        if issubclass(warning.category, category):
+            source.say(f"warning: {warning.message}")
+        else:
+            warnings.warn_explicit(warning.message, warning.category, warning.filename, warning.lineno)
 
 
 def _finetune(source: _Source, masks: dict[str, torch.Tensor], config: TrainConfig) -> MLP:
@@ -150,16 +161,17 @@ def _save_and_measure(source: _Source, variant: str, model: MLP, details: dict[s
     file = checkpoint.save_model(directory, model, {"run": str(source.run), "variant": variant, **details})
     source.say(f"{directory}: saved; measuring it beside the baseline ...")
     seed = source.config.seed
-    rows = measure(
-        {BASELINE: source.model, variant: model},
-        source.dataset.test,
-        baseline=BASELINE,
-        device=source.device,
-        run=str(source.run),
-        details={
-            BASELINE: {"file_bytes": (source.run / checkpoint.MODEL).stat().st_size, "seed": seed},
-            variant: {"file_bytes": file.stat().st_size, "seed": seed, **details},
-        },
-    )
+    with _aloud(source, PeerWarning):
+        rows = measure(
+            {BASELINE: source.model, variant: model},
+            source.dataset.test,
+            baseline=BASELINE,
+            device=source.device,
+            run=str(source.run),
+            details={
+                BASELINE: {"file_bytes": (source.run / checkpoint.MODEL).stat().st_size, "seed": seed},
+                variant: {"file_bytes": file.stat().st_size, "seed": seed, **details},
+            },
+        )
     checkpoint.append_rows(source.run, rows)
     return Compressed(source.run, variant, directory, rows)

@@ -10,6 +10,7 @@ import os
 import platform
 import subprocess
 import sys
+import warnings
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -28,6 +29,10 @@ _CHUNK = 10_000
 # A batch of another size may take another kernel. Its outputs must still be those whose accuracy is reported, up to
 # rounding: ‖out - ref‖ <= tolerance * ‖ref‖, in the worst row (of small outputs: against the mean row).
 _TOLERANCE = {torch.float32: 1e-3, torch.float16: 2e-2, torch.bfloat16: 2e-2}
+
+
+class PeerWarning(UserWarning):
+    """A library peer gave outputs that are NaN or Inf (float16 overflows where float32 does not), so it has no row."""
 
 
 def measure(
@@ -70,6 +75,9 @@ def measure(
         weights and input included; null on the CPU), kernel, device, simulated (false: what ran is what is reported),
         seed, date (UTC), commit, timer, l2, gpu, cpu, threads, torch, cuda. What does not apply is null.
 
+    Warns:
+        PeerWarning: a peer's outputs are not finite; it gets no row, and the others do.
+
     Raises:
         UserError: outputs that are not finite, or that change with the batch size beyond rounding; the message names
             the variant. Such a model gets no row.
@@ -81,14 +89,22 @@ def measure(
     if len(test) == 0:
         raise ValueError("the test split is empty")
     modules: dict[str, torch.nn.Module] = {name: model.to(device).eval() for name, model in models.items()}
-    if device.type == "cuda" and peers:
-        modules |= _torch_peers(models[baseline], compiled_peers)
+    if peers:
+        modules |= _torch_peers(models[baseline], device, compiled_peers)
     dtypes = {name: _input_dtype(module) for name, module in modules.items()}
 
     with torch.inference_mode():
         images, labels = test.images.to(device), test.labels.to(device)
         inputs = {dtype: normalize(images, dtype) for dtype in set(dtypes.values())}
-        logits = {name: _logits(name, module, inputs[dtypes[name]]) for name, module in modules.items()}
+        logits = {}
+        for name, module in list(modules.items()):
+            try:
+                logits[name] = _logits(name, module, inputs[dtypes[name]])
+            except UserError as error:
+                if name in models:
+                    raise
+                warnings.warn(str(error), PeerWarning, stacklevel=2)
+                del modules[name]
         peak_bytes = {name: _peak_bytes(module, inputs[dtypes[name]][:_CHUNK]) for name, module in modules.items()}
         times: dict[str, dict[str, list[float]]] = {name: {} for name in modules}
         for batch in batches:
@@ -221,9 +237,9 @@ def _joined(names: Iterable[str]) -> str:
     return "+".join(dict.fromkeys(names))
 
 
-def _torch_peers(model: MLP, compiled: bool) -> dict[str, torch.nn.Module]:
-    """What a user would run instead of the dense `model`: PyTorch's own layers; nothing if it is not dense."""
-    if not all(isinstance(layer, Linear) for layer in model.layers().values()):
+def _torch_peers(model: MLP, device: torch.device, compiled: bool) -> dict[str, torch.nn.Module]:
+    """What a user would run instead of the dense `model` on a GPU: PyTorch's own layers; nothing if it is not dense."""
+    if device.type != "cuda" or not all(isinstance(layer, Linear) for layer in model.layers().values()):
         return {}
     peers: dict[str, torch.nn.Module] = {}
     for short, dtype in (("fp32", torch.float32), ("fp16", torch.float16)):

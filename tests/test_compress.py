@@ -103,6 +103,15 @@ def test_a_layer_that_is_emptied_is_said_aloud(run, capsys):
     assert EmptyLayerWarning.__name__ not in said
 
 
+def test_a_peer_without_a_row_is_said_aloud(run, capsys, monkeypatch):
+    broken = torch.nn.Sequential(torch.nn.Linear(784, 10))
+    torch.nn.init.constant_(broken[0].weight, 3e38)
+    monkeypatch.setattr("qsparse.measure._torch_peers", lambda *_: {"torch_fp16_graph": broken})
+    rows = quantize_run(run, "int8", device="cpu", console=Console(stderr=True)).rows
+    assert [row["variant"] for row in rows] == ["baseline", "int8"]
+    assert "warning: The outputs of torch_fp16_graph are NaN or Inf" in capsys.readouterr().err
+
+
 def test_compressing_again_replaces_the_variant_and_adds_rows(run):
     quantize_run(run, "int8", device="cpu")
     before = (run / "int8" / "model.safetensors").read_bytes()

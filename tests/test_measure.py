@@ -188,6 +188,16 @@ def test_outputs_that_are_not_finite_get_no_row():
         measure({"baseline": MLP((20, 4)), "broken": broken}, random_split(), **QUICK)
 
 
+def test_a_peer_that_overflows_costs_its_own_row_only(monkeypatch):
+    broken = torch.nn.Sequential(torch.nn.Linear(20, 4))
+    torch.nn.init.constant_(broken[0].weight, 3e38)
+    peers = {"torch_fp16_graph": broken, "torch_fp32_graph": torch.nn.Sequential(torch.nn.Linear(20, 4))}
+    monkeypatch.setattr(measuring, "_torch_peers", lambda *_: peers)
+    with pytest.warns(measuring.PeerWarning, match="outputs of torch_fp16_graph are NaN or Inf"):
+        rows = measure({"baseline": MLP((20, 4))}, random_split(), **QUICK)
+    assert [row["variant"] for row in rows] == ["baseline", "torch_fp32_graph"]
+
+
 @pytest.mark.parametrize("wrong", [0.0, 1.01, float("nan")])
 def test_a_kernel_that_is_wrong_at_one_batch_size_gets_no_row(wrong):
     class WrongAlone(MLP):
