@@ -2,13 +2,14 @@
 
 torch and whatever imports it are imported inside the commands, so that help and usage errors come at once. Without
 --json the result goes to standard output and progress to standard error; with it, standard output carries one JSON
-object and nothing else. A UserError becomes a sentence and exit code 2; any other exception is a fault of qsparse, and
-keeps its traceback.
+object and nothing else. A UserError, and what the system refuses of a file, becomes a sentence and exit code 2; any
+other exception is a fault of qsparse, and keeps its traceback.
 """
 
 from __future__ import annotations
 
 import enum
+import errno
 import io
 import json
 import os
@@ -29,6 +30,8 @@ if TYPE_CHECKING:
 
 USER_ERROR = 2
 INTERRUPTED = 130
+_REFUSALS = {errno.EACCES, errno.EPERM, errno.EROFS, errno.ENAMETOOLONG, errno.ENOSPC, errno.EDQUOT}
+"""What a system answers to a path or a write that is the user's: anywhere a file is touched, and nothing of ours."""
 
 
 class _Group(TyperGroup):
@@ -39,6 +42,12 @@ class _Group(TyperGroup):
             return super().invoke(ctx)
         except UserError as error:
             typer.echo(f"Error: {error}", err=True)
+            raise typer.Exit(USER_ERROR) from None
+        except OSError as error:
+            if error.errno not in _REFUSALS:
+                raise
+            named = f"{error.filename}: " if error.filename else ""
+            typer.echo(f"Error: {named}{error.strerror}", err=True)
             raise typer.Exit(USER_ERROR) from None
         except KeyboardInterrupt as interrupt:
             typer.echo(f"\n{interrupt or 'interrupted'}", err=True)

@@ -267,9 +267,25 @@ def test_cuda_without_a_gpu_or_cupy(run, monkeypatch, missing):
     monkeypatch.setattr(torch.version, "cuda", "13.0")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: missing != "GPU")
     monkeypatch.setattr("qsparse.device._cupy_imports", lambda: missing != "CuPy")
-    expected = {"GPU": "PyTorch sees no NVIDIA GPU", "CuPy": "`pip install 'qsparse[cuda]'`"}[missing]
+    expected = {"GPU": "PyTorch sees no NVIDIA GPU", "CuPy": "`pip install cupy-cuda13x`"}[missing]
     for command in (TRAIN[:3], ("quantize", "--dtype", "int8"), ("sparsify", "--density", 0.1)):
         assert expected in refused(*command, "--device", "cuda")
+
+
+def test_auto_says_when_it_leaves_a_gpu_aside(run, monkeypatch):
+    monkeypatch.setattr(torch.version, "cuda", "12.8")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr("qsparse.device._cupy_imports", lambda: False)
+    bench = ("bench", "gemm", "--shapes", "2,2,2", "--dtype", "float32", "--no-duel", "--repetitions", 1)
+    for command in (
+        TRAIN[:3],
+        ("quantize", "--dtype", "int8"),
+        ("sparsify", "--density", 0.1),
+        ("demo", *TRAIN[1:3]),
+        bench,
+    ):
+        said = [line for line in invoke(*command).stderr.splitlines() if "cupy-cuda12x" in line]
+        assert len(said) == 1, command
 
 
 @pytest.mark.parametrize("out", ["file", "file/run", "/proc/run"])
@@ -314,6 +330,22 @@ def test_options_that_exclude_each_other(run):
 )  # fmt: skip
 def test_numbers_out_of_range(options):
     assert options.split()[-2 if " " in options else 0] in refused("train", "--data", "mnist-5k", *options.split())
+
+
+@pytest.mark.parametrize(
+    "arguments", [("quantize", "--dtype", "int8", "{}"), ("report", "--out", "{}.png"), ("train", "--out", "{}"),
+                  ("train", "--data", "{}")],
+)  # fmt: skip
+def test_a_name_that_is_too_long(run, arguments):
+    assert "File name too long" in refused(*(argument.format("x" * 300) for argument in arguments))
+
+
+def test_a_folder_that_must_not_be_read(monkeypatch, run):
+    def barred(path):
+        raise PermissionError(13, "Permission denied", str(path))
+
+    monkeypatch.setattr(checkpoint, "is_finished", barred)
+    assert refused("quantize", run, "--dtype", "int8") == "Error: runs/1: Permission denied\n"
 
 
 def test_a_mistake_of_ours_keeps_its_traceback(monkeypatch):
@@ -361,6 +393,13 @@ assert not heavy, heavy
     )
     assert result.returncode == 0, result.stderr
     assert result.stdout if code == 0 else result.stderr or result.stdout
+
+
+def test_the_list_of_commands_is_whole_at_80_columns(monkeypatch):
+    monkeypatch.setenv("COLUMNS", "80")
+    said = invoke("--help").stdout
+    assert "Time the kernels beside the libraries'.\n" in said
+    assert "..." not in said.partition("Commands:")[2]
 
 
 def test_python_m_qsparse():
