@@ -8,6 +8,7 @@ import dataclasses
 import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -121,7 +122,7 @@ def _open(run: str | Path | None, device: str, console: Console | None) -> _Sour
     if not checkpoint.is_finished(run):
         raise UserError(checkpoint.unfinished(run))
     checkpoint.require_writable(run)
-    target = resolve_device(device)
+    target = resolve_device(device, partial(say, console))
     config = read_train_config(run)
     model = checkpoint.load(run, target)
     dataset = load_dataset(run, console)
@@ -159,7 +160,7 @@ def _save_and_measure(source: _Source, variant: str, model: MLP, details: dict[s
     """Save the model first, so that the row's file bytes are the file's."""
     directory = source.run / variant
     file = checkpoint.save_model(directory, model, {"run": str(source.run), "variant": variant, **details})
-    source.say(f"{directory}: saved; measuring it beside the baseline ...")
+    source.say(f"{directory}: saved; measuring it beside the baseline (some seconds) ...")
     seed = source.config.seed
     with _aloud(source, PeerWarning):
         rows = measure(

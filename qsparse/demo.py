@@ -32,6 +32,7 @@ def demo(*, data: str, device: str, console: Console, tables: IO[str]) -> dict[s
     _step(console, "Train a network on MNIST", f"qsparse train{chosen}{on}")
     trained = train(config, console=console)
     run = trained.run
+    device = trained.config["train"]["device"]  # chosen, and said, once
 
     _step(console, f"Quantize it to {DTYPE}", f"qsparse quantize {run} --dtype {DTYPE}{on}")
     quantized = quantize_run(run, DTYPE, device=device, console=console)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+from collections.abc import Callable
 
 import torch
 
@@ -11,10 +12,11 @@ from qsparse.errors import UserError
 NAMES = ("auto", "cpu", "cuda")
 
 
-def resolve_device(name: str) -> torch.device:
+def resolve_device(name: str, say: Callable[[str], None] | None = None) -> torch.device:
     """Turn `auto`, `cpu` or `cuda` into a device.
 
-    `auto` takes the GPU only when PyTorch sees one and CuPy, which compiles and launches the kernels, imports.
+    `auto` takes the GPU only when PyTorch sees one and CuPy, which compiles and launches the kernels, imports. say: is
+    called with a sentence where `auto` leaves a GPU aside.
 
     Raises UserError for another name, and for `cuda` when the GPU or CuPy is missing: the message says which, and
     the command that installs it.
@@ -23,29 +25,33 @@ def resolve_device(name: str) -> torch.device:
         raise UserError(f"unknown device {name!r}: choose one of {', '.join(NAMES)}")
     if name == "cpu":
         return torch.device("cpu")
-    missing = _missing_for_cuda()
+    missing = missing_for_cuda()
     if missing is None:
         return torch.device("cuda", torch.cuda.current_device())
     if name == "auto":
+        if say and torch.cuda.is_available():
+            say(f"the GPU is left aside, and the CPU used: {missing}")
         return torch.device("cpu")
     raise UserError(f"--device cuda: {missing}; or leave --device out to run on the CPU")
 
 
-def _missing_for_cuda() -> str | None:
+def missing_for_cuda() -> str | None:
     """Say what keeps the kernels from running on a GPU, and how to mend it; None when nothing does."""
-    reasons = []
     if torch.version.cuda is None:
-        reasons.append(
-            f"this PyTorch ({torch.__version__}) is built without CUDA (get a CUDA build with `pip install torch`)"
+        return (
+            f"this PyTorch ({torch.__version__}) is built without CUDA (where there is an NVIDIA GPU, get a CUDA build "
+            "with `pip install torch`)"
         )
-    elif not torch.cuda.is_available():
-        reasons.append(
-            "PyTorch sees no NVIDIA GPU (`nvidia-smi` should list one; where there is one, install its driver)"
-        )
+    if not torch.cuda.is_available():
+        return "PyTorch sees no NVIDIA GPU (`nvidia-smi` should list one; where there is one, install its driver)"
     if not _cupy_imports():
-        extra = "cuda12" if (torch.version.cuda or "").startswith("12.") else "cuda"
-        reasons.append(f"CuPy is missing (install it with `pip install 'qsparse[{extra}]'`)")
-    return " and ".join(reasons) or None
+        return f"CuPy, which launches the kernels, is missing (install it with `{cupy_command()}`)"
+    return None
+
+
+def cupy_command() -> str:
+    """Return the command that installs the CuPy of this PyTorch's CUDA."""
+    return f"pip install cupy-cuda{12 if (torch.version.cuda or '').startswith('12.') else 13}x"
 
 
 def _cupy_imports() -> bool:

@@ -11,8 +11,7 @@ import torch
 
 import qsparse
 from qsparse import data, kernels
-from qsparse.device import resolve_device
-from qsparse.errors import UserError
+from qsparse.device import cupy_command, missing_for_cuda, resolve_device
 from qsparse.kernels import _load
 from qsparse.kernels.gemm_int8 import cpu_method
 
@@ -27,7 +26,7 @@ def report() -> dict[str, Any]:
 
     Returns qsparse, python and platform (strings); packages (name to version or null); cuda (the CUDA version that
     PyTorch is built for, or null); gpus (name, compute_capability and memory_bytes of each); device (what `--device
-    auto` takes); no_gpu (why `--device cuda` would be refused, or null); tiers (face to tier on that device); cpu_int8
+    auto` takes); no_gpu (why not the GPU, or null); tiers (face to tier on that device); cpu_int8
     (method, remark); data (name, source, problem: see `data.Location`); kernel_sources; kernel_cache; data_cache; and
     missing, a list of {what, command}, empty where nothing is.
     """
@@ -43,7 +42,7 @@ def report() -> dict[str, Any]:
         "cuda": torch.version.cuda,
         "gpus": _gpus(),
         "device": device.type,
-        "no_gpu": _why_no_gpu(),
+        "no_gpu": missing_for_cuda(),
         "tiers": {name: getattr(kernels, name).tier(device) for name in kernels.FACES},
         "cpu_int8": _cpu_int8(),
         "data": {"name": found.name, "source": found.source, "problem": found.problem},
@@ -63,8 +62,8 @@ def lines(found: dict[str, Any]) -> list[str]:
         ("qsparse", f"{found['qsparse']}, Python {found['python']}, {found['platform']}"),
         ("packages", versions),
         ("CUDA", found["cuda"] or "PyTorch is built without it"),
-        *(("GPU", gpu) for gpu in gpus or ["none"]),
-        ("device", found["device"] + (f" ({found['no_gpu']})" if found["no_gpu"] else "")),
+        *(("GPU", gpu) for gpu in gpus or ["none: everything runs on the CPU"]),
+        ("device", found["device"] + (f": {found['no_gpu']}" if found["no_gpu"] else "")),
         ("kernel tiers", ", ".join(f"{face} {tier}" for face, tier in found["tiers"].items())),
         ("int8 on CPU", f"{found['cpu_int8']['method']}: {found['cpu_int8']['remark']}"),
         ("data", f"{state['name'] or 'unusable'}: {state['source']}"),
@@ -90,14 +89,6 @@ def _gpus() -> list[dict[str, Any]]:
         {"name": gpu.name, "compute_capability": f"{gpu.major}.{gpu.minor}", "memory_bytes": gpu.total_memory}
         for gpu in properties
     ]
-
-
-def _why_no_gpu() -> str | None:
-    try:
-        resolve_device("cuda")
-    except UserError as error:
-        return str(error)
-    return None
 
 
 def _cpu_int8() -> dict[str, str]:
@@ -133,9 +124,10 @@ def _missing(device: torch.device, sources: str | None, found: data.Location) ->
     elif found.name == "mnist-5k":
         missing.append({"what": "the full MNIST", "command": "qsparse train --data mnist"})
     if sources is None:
-        missing.append({"what": "the CUDA sources of the kernels", "command": "pip install --force-reinstall qsparse"})
+        missing.append(
+            {"what": "the CUDA sources, to be had in the checkout", "command": "pip install --force-reinstall ."}
+        )
     if torch.cuda.is_available():
-        extra = "cuda12" if (torch.version.cuda or "").startswith("12.") else "cuda"
         if torch.cuda.get_device_capability() < OLDEST:
             missing.append(
                 {
@@ -144,7 +136,7 @@ def _missing(device: torch.device, sources: str | None, found: data.Location) ->
                 }
             )
         if device.type == "cpu":
-            missing.append({"what": "CuPy, which launches the kernels", "command": f"pip install 'qsparse[{extra}]'"})
+            missing.append({"what": "CuPy, which launches the kernels", "command": cupy_command()})
         if not _imports("cuda.bindings.nvrtc"):
             missing.append(
                 {"what": "cuda.bindings, which compiles the kernels", "command": "pip install cuda-bindings"}

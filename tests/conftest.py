@@ -47,7 +47,9 @@ def _why_no_gpu() -> str | None:
     try:
         import cupy
     except ImportError:
-        return "CuPy is not installed: pip install 'qsparse[cuda]'"
+        from qsparse.device import cupy_command
+
+        return f"CuPy is not installed: {cupy_command()}"
     return None if cupy.cuda.is_available() else "CuPy finds no CUDA GPU"
 
 

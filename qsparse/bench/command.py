@@ -16,7 +16,7 @@ WRONG = 1
 """The exit code where a kernel's output was not that of the reference."""
 
 app = typer.Typer(
-    help="Time the kernels beside the libraries that you would call instead.",
+    help="Time the kernels beside the libraries'.",
     no_args_is_help=True,
     rich_markup_mode=None,
 )
@@ -112,7 +112,7 @@ def gemm(
         from qsparse.bench.tune import tune as tune_gemm
         from qsparse.device import resolve_device
 
-        found = tune_gemm(resolve_device(device.value), **chosen, table=out, say=say)
+        found = tune_gemm(resolve_device(device.value, say), **chosen, table=out, say=say)
         print(f"{len(found.entries)} shapes tuned, written to {found.table}", file=text)
         if as_json:
             print(json.dumps(found.to_json(), allow_nan=False))
@@ -123,7 +123,7 @@ def gemm(
     from qsparse.device import resolve_device
 
     result = bench(
-        resolve_device(device.value),
+        resolve_device(device.value, say),
         **chosen,
         tier=tier.value if tier else None,
         duel=duel,

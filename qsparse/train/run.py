@@ -67,7 +67,7 @@ def train(
     if out is not None:
         _replaces(Path(out), force)
     checkpoint.require_writable(checkpoint.RUNS if out is None else out)
-    device = resolve_device(config.device)
+    device = resolve_device(config.device, partial(say, console))
     dataset = data.load(config.data, config.validation, partial(say, console))
 
     config = dataclasses.replace(
@@ -122,7 +122,7 @@ def resume(given: Mapping[str, Any], *, out: str | Path | None = None, console: 
             say(console, f"{run} is done: all {config.epochs} epochs are trained")
             return TrainedRun(run, checkpoint.read_config(run), checkpoint.read_metrics(run))
         checkpoint.require_writable(run)
-        device = resolve_device(config.device)
+        device = resolve_device(config.device, partial(say, console))
         dataset = load_dataset(run, console)
         model = _new_model(config).to(device)
         saved = checkpoint.load_checkpoint(run, model)
@@ -182,10 +182,13 @@ def load_dataset(run: Path, console: Console | None = None) -> Dataset:
     """
     config = read_train_config(run)
     here = config.data in NAMED_DATA or Path(config.data).is_dir()
-    dataset = data.load(config.data if here else "auto", config.validation, partial(say, console))
-    was, now = checkpoint.read_config(run).get("dataset"), identity(dataset)
-    if not isinstance(was, dict) or was.get("digest") != now["digest"]:
-        source = was.get("source") if isinstance(was, dict) else "unknown data"
+    was = checkpoint.read_config(run).get("dataset")
+    source = was.get("source") if isinstance(was, dict) else "unknown data"
+    try:
+        dataset = data.load(config.data if here else "auto", config.validation, partial(say, console))
+    except UserError as error:
+        raise UserError(f"{error}; {run} was trained on {source}") from None
+    if not isinstance(was, dict) or was.get("digest") != identity(dataset)["digest"]:
         raise UserError(
             f"{run} was trained on other data ({source}) than are here now ({dataset.source}): "
             "bring those back (QSPARSE_DATA can point at them), or train a new run"

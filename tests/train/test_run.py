@@ -205,6 +205,18 @@ def test_data_that_changed_are_refused(monkeypatch):
         load_dataset(Path("runs/1"))
 
 
+@pytest.mark.parametrize("value", ["", "nowhere"])
+def test_data_that_are_not_found_are_named(monkeypatch, value):
+    run = train(SMALL).run
+    config = json.loads((run / "config.json").read_text())
+    config["train"]["data"], config["dataset"]["source"] = "mnist", "/once/here"
+    (run / "config.json").write_text(json.dumps(config))
+    monkeypatch.setenv("QSPARSE_DATA", value)
+    with pytest.raises(UserError, match=r"--data DIR|lacks train-images") as caught:
+        load_dataset(run)
+    assert str(caught.value).endswith("; runs/1 was trained on /once/here")
+
+
 def test_a_data_directory_that_was_moved_is_found_again(monkeypatch):
     subset, asked = data.load("mnist-5k"), []
 
