@@ -6,7 +6,8 @@ The face of the operation is :mod:`qsparse.kernels.gemm`; it hands over what :fu
 from __future__ import annotations
 
 import functools
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, field
 
 import torch
 
@@ -26,7 +27,7 @@ from qsparse.kernels._gemm_sm90_configs import (
     candidates,
     choose,
 )
-from qsparse.kernels._load import launch, multiprocessors, tensor_map
+from qsparse.kernels._load import launch, multiprocessors, prepare, tensor_map
 
 __all__ = ["CONFIGS", "INSTANCES", "TABLE", "Config", "candidates"]  # found here too
 
@@ -101,38 +102,35 @@ def plan(
 
 def launch_plan(found: _Plan, x, w, bias, y, alpha: float, mask=None) -> torch.Tensor:
     """Launch a plan on arrays of its kind."""
-    y_address = y.data_ptr()
-    arguments = (
-        tensor_map(x.data_ptr(), *found.x_map),
-        tensor_map(w.data_ptr(), *found.w_map),
-        tensor_map(y_address, *found.y_map) if found.y_map else _NO_MAP,
-        _address(bias),
-        y_address,
-        _address(mask),
-        *(0, 0),
-        *found.sizes,
-        alpha,
-        found.flags,
-        found.group,
-    )
-    launch(x.device, SOURCE, found.instance, _FORMATS, arguments, found.grid, found.block, found.shared)
+    addresses = (x.data_ptr(), w.data_ptr(), y.data_ptr())
+    maps = found.maps.get(addresses) or found.encode(addresses)
+    bias_address = 0 if bias is None else bias.data_ptr()
+    mask_address = 0 if mask is None else mask.data_ptr()
+    found.launch((*maps, bias_address, addresses[2], mask_address, 0, 0, *found.sizes, alpha, found.flags, found.group))
     return y
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class _Plan:
     """All of a launch that does not depend on where the arrays lie; the maps lack their addresses."""
 
+    launch: Callable[[tuple], None]
     sizes: tuple[int, int, int]
-    instance: str
-    grid: int
-    block: int
-    shared: int
     x_map: tuple
     w_map: tuple
     y_map: tuple | None
     flags: int
     group: int
+    maps: dict = field(default_factory=dict)  # encoded for addresses seen: arrays come back to the same places
+
+    def encode(self, addresses: tuple[int, int, int]) -> tuple[bytes, bytes, bytes]:
+        """The three tensor maps at these addresses."""
+        if len(self.maps) >= 256:
+            self.maps.clear()
+        kinds = zip(addresses, (self.x_map, self.w_map, self.y_map), strict=True)
+        maps = tuple(tensor_map(address, *kind) if kind else _NO_MAP for address, kind in kinds)
+        self.maps[addresses] = maps
+        return maps
 
 
 @functools.lru_cache(maxsize=4096)
@@ -148,11 +146,11 @@ def _plan(device, m, n, k, ldx, ldw, dtype, out, x_k, w_k, mask_mode, relu, accu
     if out != torch.float32 and config.split == 1 and n % 8 == 0 and y_offset == 0:
         y_map = (out, m, n, n, (64, 64))
         flags |= _TMA_STORE
+    instance = config.instance(dtype, out, x_k, w_k, mask_mode)
+    shared = config.shared(out.itemsize, dtype.itemsize)
     return _Plan(
+        prepare(device, SOURCE, instance, _FORMATS, *_grid(config, m, n, sms), shared),
         (m, n, k),
-        config.instance(dtype, out, x_k, w_k, mask_mode),
-        *_grid(config, m, n, sms),
-        config.shared(out.itemsize, dtype.itemsize),
         (dtype, m, k, ldx, (config.bm // config.cn, step)) if x_k else (dtype, k, m, ldx, (64, 64)),
         (dtype, n, k, ldw, (config.bn // config.cm, step)) if w_k else (dtype, k, n, ldw, (64, 64)),
         y_map,

@@ -300,8 +300,39 @@ def launched():
         _seen = before
 
 
+class _Launch:
+    """A kernel with its grid on one device, ready for arguments: what a repeated call keeps."""
+
+    def __init__(self, device: int, name: str, instance: str, formats: str, grid: int, block: int, shared: int):
+        import torch
+
+        self._function = _function(device, name, instance, formats, shared)
+        self._label = f"{Path(name).name}:{instance}"
+        self._device, self._grid, self._block = device, grid, block
+        self._stream, self._current_device = torch._C._cuda_getCurrentRawStream, torch._C._cuda_getDevice
+        self._on = functools.partial(torch.cuda.device, device)
+
+    def __call__(self, arguments: tuple) -> None:
+        if _seen is not None:
+            _seen.append(self._label)
+        stream = self._stream(self._device)
+        if self._device == self._current_device():
+            self._function(self._grid, self._block, stream, arguments)
+        else:
+            with self._on():
+                self._function(self._grid, self._block, stream, arguments)
+
+
+@functools.lru_cache(maxsize=4096)
+def prepare(
+    device: int, name: str, instance: str, formats: str, grid: int, block: int, shared: int = 0
+) -> _Launch | None:
+    """What :func:`launch` calls, for those who launch the same kernel again and again; None for an empty grid."""
+    return _Launch(device, name, instance, formats, grid, block, shared) if grid else None
+
+
 def launch(
-    device, name: str, instance: str, formats: str, arguments: tuple, grid: int, block: int, shared: int = 0
+    device, name: str, instance: str, formats: str, arguments: tuple, *, grid: int, block: int, shared: int = 0
 ) -> None:
     """Launch one kernel instance on ``device`` (a ``torch.device``) and PyTorch's current stream there.
 
@@ -309,16 +340,6 @@ def launch(
     ``grid`` and ``block`` are one-dimensional, ``shared`` is dynamic shared memory in bytes. Nothing is launched for
     an empty grid.
     """
-    import torch
-
-    if grid == 0:
-        return
-    if _seen is not None:
-        _seen.append(f"{Path(name).name}:{instance}")
-    function = _function(device.index, name, instance, formats, shared)
-    stream = torch._C._cuda_getCurrentRawStream(device.index)
-    if device.index == torch._C._cuda_getDevice():
-        function(grid, block, stream, arguments)
-    else:
-        with torch.cuda.device(device):
-            function(grid, block, stream, arguments)
+    prepared = prepare(device.index, name, instance, formats, grid, block, shared)
+    if prepared:
+        prepared(arguments)

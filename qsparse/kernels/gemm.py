@@ -176,9 +176,10 @@ def _remember(x, w, bias, relu: bool, plan) -> None:
 
 def _repeat(x, w, bias, relu: bool, alpha: float):
     """The product, if an earlier call of the same kind went straight to ``sm90``; else None."""
-    if not (_routes and isinstance(w, torch.Tensor) and (bias is None or isinstance(bias, torch.Tensor))):
+    try:
+        plan = _routes.get(_key(x, w, bias, relu))
+    except (AttributeError, TypeError):  # no tensors: the checks will say so
         return None
-    plan = _routes.get(_key(x, w, bias, relu)) if isinstance(x, torch.Tensor) else None
     if plan is None or (x.data_ptr() | w.data_ptr()) % 16:
         return None
     y = torch.empty((x.shape[0], w.shape[0]), dtype=x.dtype, device=x.device)  # PyTorch aligns it by 512 bytes

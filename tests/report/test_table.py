@@ -43,7 +43,7 @@ INT8 = make_row(
 SPARSE = make_row("csr-0.1", density=0.0999980, kernel="spmm_csr:simt", device="cuda", gpu="NVIDIA H200")
 EXPECTED_INT8 = (
     *("int8", "97.80 %", "-0.01", "99.51 %", "205,392", "25.2 %"),
-    *("31.2 µs", "77 µs", "456 µs", "1.23 s", "0.67x", "1.04x", "1.98x", "123x"),
+    *("31.2 µs", "77.0 µs", "456 µs", "1.23 s", "0.67x", "1.04x", "1.98x", "123x"),
 )
 
 
@@ -61,7 +61,7 @@ def rendered(rows, width):
     return console.file.getvalue()
 
 
-def cells_of(text, first, heading="weight bytes"):
+def cells_of(text, first, heading="accuracy"):
     """The table's two lines that begin with the cell `first`, cut into cells at the columns' gaps."""
     lines = text.splitlines()
     assert any(heading in line for line in lines)
@@ -75,12 +75,12 @@ def test_a_pipe_gets_every_value_on_two_lines_without_escapes():
     assert "…" not in text
     assert text.splitlines()[0].strip() == "runs/3"
     assert cells_of(text, "int8") == [
-        *("int8", "97.80 %", "99.51 %", "31.2 µs", "77 µs", "456 µs", "1.23 s", "205,392"),
+        *("int8", "97.80 %", "99.51 %", "31.2 µs", "77.0 µs", "456 µs", "1.23 s", "205,392"),
         *("gemm_int8:cpu (torch._int_mm), quantize_rows:cpu (a long", "cpu"),
         *("-0.01", "0.67x", "1.04x", "1.98x", "123x", "25.2 %", "remark on what ran)"),
     ]
     assert cells_of(text, "baseline") == [
-        *("baseline", "97.81 %", "100.00 %", "21 µs", "80 µs", "904 µs", "22 ms", "814,120", "gemm:cpu", "cpu"),
+        *("baseline", "97.81 %", "100.00 %", "21.0 µs", "80.0 µs", "904 µs", "22.0 ms", "814,120", "gemm:cpu", "cpu"),
         *("0.00", "1.00x", "1.00x", "1.00x", "1.00x", "100.0 %"),
     ]
     assert cells_of(text, "csr-0.1")[-6:] == ["0.00", "1.00x", "1.00x", "1.00x", "1.00x", "100.0 %"]
@@ -105,6 +105,41 @@ def test_a_narrow_terminal_has_the_kernels_below():
     assert "\ncsr-0.1: spmm_csr:simt, NVIDIA H200" in narrow
 
 
+def test_headings_say_what_the_columns_are():
+    def columns(text):  # each heading from its top line to its bottom one
+        lines = text.splitlines()
+        rule = next(i for i, line in enumerate(lines) if line.startswith("──"))
+        above = [line.ljust(len(lines[rule])) for line in lines[1:rule]]
+        ends = [match.end() for match in re.finditer(r"\S+( \S+)*", above[-1])]
+        starts = [0, *ends[:-1]]
+        return [" ".join(" ".join(line[a:b] for line in above).split()) for a, b in zip(starts, ends, strict=True)]
+
+    expected = ["variant", "accuracy (change)", "agrees", "latency batch 1", "latency batch 64"]
+    expected += ["latency batch 1,024", "latency batch 10,000", "weight bytes"]
+    short = [BASELINE, make_row("csr-0.1-ft2", density=0.1)]
+    assert columns(rendered(short, 80)) == expected
+    assert columns(rendered(short, 140))[:-2] == expected
+    assert columns(piped(short)) == [*expected, "kernel", "device"]
+    assert "\ncsr-0.1-ft2 " in rendered(short, 80)  # names stay whole where headings can give way
+    assert "\ndensity 0.1 " in rendered(short, 80)
+
+
+@pytest.mark.parametrize(
+    ("microseconds", "text"),
+    [
+        (0.05, "0.0500 µs"),
+        (3.0, "3.00 µs"),
+        (99.96, "100 µs"),
+        (999.4, "999 µs"),
+        (999.6, "1.00 ms"),
+        (22_000.0, "22.0 ms"),
+        (1e6, "1.00 s"),
+    ],
+)
+def test_times_have_three_digits(microseconds, text):
+    assert text in cells_of(piped([make_row("int8", latency_us={"1": microseconds}, speedup={})]), "int8")
+
+
 def test_several_runs_get_a_column():
     text = piped([BASELINE, make_row("baseline", run="runs/4")])
     assert cells_of(text, "runs/3")[:3] == ["runs/3", "baseline", "97.81 %"]
@@ -113,7 +148,7 @@ def test_several_runs_get_a_column():
 
 def test_missing_fields_show_as_a_dash():
     text = piped([{"variant": "bare", "latency_us": {"64": 3.0}}])
-    assert cells_of(text, "bare")[:10] == ["bare", "-", "-", "-", "3 µs", "-", "-", "-", "-", "?"]
+    assert cells_of(text, "bare")[:10] == ["bare", "-", "-", "-", "3.00 µs", "-", "-", "-", "-", "?"]
 
 
 def test_brackets_in_a_name_are_not_markup():
