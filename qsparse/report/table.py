@@ -65,7 +65,9 @@ def _table(rows: list[dict], kernel_width: int | None) -> Table:
     if len(runs) > 1:
         columns.add_column("run", overflow="fold")
     columns.add_column("variant", overflow="fold", style="bold")
-    for heading in ("accuracy\n(points)", "agrees", *(f"batch\n{int(batch):,}" for batch in _BATCHES), "weight bytes"):
+    gap = " " if kernel_width is not None else "\n"  # where space is short, headings give way before names do
+    latencies = [f"latency\nbatch{gap}{int(batch):,}" for batch in _BATCHES]
+    for heading in ("accuracy\n(change)", "agrees", *latencies, "weight\nbytes"):
         columns.add_column(heading, justify="right", overflow="fold")
     if kernel_width is not None:
         columns.add_column("kernel", overflow="fold", max_width=kernel_width)
@@ -102,8 +104,13 @@ def _latency(row: dict, batch: str) -> str:
 def _time(microseconds: float) -> str:
     for unit, size in (("µs", 1), ("ms", 1e3)):
         if microseconds < 999.5 * size:
-            return f"{microseconds / size:.3g} {unit}"
-    return f"{microseconds / 1e6:.3g} s"
+            return f"{_digits(microseconds / size)} {unit}"
+    return f"{_digits(microseconds / 1e6)} s"
+
+
+def _digits(value: float) -> str:
+    """Three significant digits, also where they are zeros, so that a column reads evenly."""
+    return f"{value:#.3g}".removesuffix(".")
 
 
 def _accuracy(row: dict) -> str:
@@ -126,7 +133,10 @@ def _bytes(row: dict) -> str:
 def _caption(rows: list[dict], with_kernels: bool) -> str:
     timers = [_TIMERS[timer] for timer in distinct(rows, "timer") if timer in _TIMERS]
     latency = f"Latency: median {' or '.join(timers)}. " if timers else ""
-    caption = f"{latency}Points, agreement, speed-up and share of the bytes: against the baseline of the same run."
+    caption = (
+        f"{latency}Change (in points), agreement, speed-up and share of the bytes: against the baseline of "
+        "the same run."
+    )
     if unsteady := [str(row.get("variant")) for row in rows if _is_unsteady(row)]:
         caption += (
             f"\nUnsteady: {', '.join(dict.fromkeys(unsteady))} took over {_UNSTEADY}x longer in some repetitions than "
