@@ -379,7 +379,7 @@ def _under(prefix: str, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Ten
 
 
 def append_rows(run: str | Path, rows: Iterable[Mapping[str, Any]]) -> None:
-    """Append `rows` to the run's rows.jsonl in one write, so that two processes do not mix their lines.
+    """Append `rows` to the run's rows.jsonl in one write under a lock, so that two processes do not mix their lines.
 
     Half a line that a crash left at the end stays a line of its own.
 
@@ -390,6 +390,8 @@ def append_rows(run: str | Path, rows: Iterable[Mapping[str, Any]]) -> None:
     try:
         descriptor = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT, 0o666)
         try:
+            with contextlib.suppress(OSError):  # a file system without locks
+                fcntl.flock(descriptor, fcntl.LOCK_EX)  # another's line, half written, must not look like a crash's
             size = os.fstat(descriptor).st_size
             if size and os.pread(descriptor, 1, size - 1) != b"\n":
                 lines = b"\n" + lines

@@ -333,8 +333,8 @@ def test_nothing_is_left_behind_when_the_data_are_not_there():
 
 
 def test_a_network_that_does_not_fit_in_memory_is_refused():
-    with pytest.raises(UserError, match="--hidden 10000000000 is too large for this machine's memory"):
-        train(TrainConfig(hidden=(10**10,), data="mnist-5k", device="cpu"))
+    with pytest.raises(UserError, match="--hidden 2000000000 is too large for this machine's memory"):
+        train(TrainConfig(hidden=(2 * 10**9,), data="mnist-5k", device="cpu"))
     assert list(Path().iterdir()) == []
 
 
