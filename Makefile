@@ -1,30 +1,38 @@
 # make            the package in .venv (quick when it is there already)
 # make demo       train, quantize, sparsify, report
 # make test       lint and the whole test suite; GPU tests skip where there is no GPU
-# make gpu-test   the tests that need a GPU, with CuPy (CUDA=cuda12 for a PyTorch built with CUDA 12)
+# make gpu-test   the tests that need a GPU, with CuPy
 # make clean      forget .venv and the caches of the tools; runs/ stays
+#
+# With CUDA=cuda any of them brings CuPy too, for the GPU; with CUDA=cuda12 that of a PyTorch built with CUDA 12.
 
 PYTHON ?= python3
 VENV ?= .venv
-CUDA ?= cuda
+CUDA =
 
 BIN := $(VENV)/bin
 PIP_INSTALL := $(BIN)/python -m pip install --disable-pip-version-check
+WITH_CUDA := $(addprefix -,$(CUDA))
+COMMA := ,
+
+ifneq ($(filter-out cuda cuda12,$(CUDA)),)
+$(error CUDA is cuda or cuda12, not $(CUDA))
+endif
 
 .DEFAULT_GOAL := install
 .PHONY: install demo test gpu-test clean
 
-install: $(VENV)/.installed
+install: $(VENV)/.installed$(WITH_CUDA)
 
 demo: install
 	$(BIN)/qsparse demo
 
-test: $(VENV)/.installed-test
+test: $(VENV)/.installed-test$(WITH_CUDA)
 	$(BIN)/ruff check
 	$(BIN)/ruff format --check
 	$(BIN)/python -m pytest
 
-gpu-test: $(VENV)/.installed-$(CUDA)
+gpu-test: $(VENV)/.installed-test-$(or $(CUDA),cuda)
 	$(BIN)/python -m pytest -m gpu
 
 clean:
@@ -44,10 +52,7 @@ $(VENV)/.installed: pyproject.toml | $(BIN)/pip
 	$(PIP_INSTALL) --editable .
 	@touch $@
 
-$(VENV)/.installed-test: pyproject.toml | $(BIN)/pip
-	$(PIP_INSTALL) --editable '.[test]'
-	@touch $@ $(VENV)/.installed
-
-$(VENV)/.installed-$(CUDA): pyproject.toml | $(BIN)/pip
-	$(PIP_INSTALL) --editable '.[test,$(CUDA)]'
-	@touch $@ $(VENV)/.installed-test $(VENV)/.installed
+# With extras: .installed-test, .installed-cuda, .installed-test-cuda and so on. It is installed without them then too.
+$(VENV)/.installed-%: pyproject.toml | $(BIN)/pip
+	$(PIP_INSTALL) --editable '.[$(subst -,$(COMMA),$*)]'
+	@touch $@ $(VENV)/.installed $(patsubst %,$(VENV)/.installed-%,$(subst -, ,$*))

@@ -13,7 +13,7 @@ from rich.console import Console
 from qsparse import checkpoint
 from qsparse.errors import UserError
 from qsparse.report import flaw, newest, png
-from qsparse.train.progress import say
+from qsparse.train.progress import say, shortest
 
 
 @dataclass(frozen=True)
@@ -67,4 +67,4 @@ def collect(
 def _beside(runs: Sequence[Path]) -> Path:
     if len(runs) == 1:
         return runs[0]
-    return Path(os.path.commonpath([run.absolute().parent for run in runs]))
+    return shortest(os.path.commonpath([run.absolute().parent for run in runs]))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import shutil
+import sys
 from typing import IO, Any
 
 from rich.console import Console
@@ -10,7 +12,7 @@ from qsparse import report
 from qsparse.collect import collect
 from qsparse.compress import quantize_run, sparsify_run
 from qsparse.train.config import TrainConfig
-from qsparse.train.progress import say
+from qsparse.train.progress import say, shortest
 from qsparse.train.run import train
 
 DTYPE = "int8"
@@ -50,7 +52,7 @@ def demo(*, data: str, device: str, console: Console, tables: IO[str]) -> dict[s
     say(
         console,
         f"\nThe picture is {collected.picture}. In Python: qsparse.load('{quantized.directory}'). "
-        "More options: qsparse train --help.",
+        f"More options: qsparse train --help.{how_to_run()}",
     )
     return {
         **collected.to_json(),
@@ -58,6 +60,18 @@ def demo(*, data: str, device: str, console: Console, tables: IO[str]) -> dict[s
         "saved": [str(quantized.directory), str(sparse.directory)],
         "test_accuracy": trained.metrics[-1]["test_accuracy"],
     }
+
+
+def how_to_run() -> str:
+    """Return a sentence that says what to write for `qsparse`, empty where that is on the path."""
+    if shutil.which("qsparse"):
+        return ""
+    program = shortest(sys.argv[0])
+    if program.name != "qsparse":
+        return f" Write `{shortest(sys.executable)} -m qsparse` for qsparse."
+    activate = program.with_name("activate")
+    first = f", or first `. {activate}`" if activate.exists() else ""
+    return f" Write `{program}` for qsparse{first}."
 
 
 def _step(console: Console, what: str, command: str) -> None:

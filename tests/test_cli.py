@@ -17,6 +17,7 @@ from typer.testing import CliRunner
 
 import qsparse
 from qsparse import checkpoint, cli, compress, data, quant, sparse
+from qsparse.demo import how_to_run
 from qsparse.device import NAMES
 from qsparse.measure import measure
 from qsparse.models import MLP
@@ -166,7 +167,9 @@ def test_doctor():
 
 
 @pytest.mark.usefixtures("no_cupy")
-def test_demo_does_the_whole_line_and_names_each_command():
+def test_demo_does_the_whole_line_and_names_each_command(monkeypatch):
+    monkeypatch.setenv("PATH", "")
+    monkeypatch.setattr(sys, "argv", [".venv/bin/qsparse", "demo"])
     result = invoke("demo", "--data", "mnist-5k", "--json")
     assert result.stderr.count("pip install cupy-cuda12x") == 1
     value = one_object(result)
@@ -176,6 +179,22 @@ def test_demo_does_the_whole_line_and_names_each_command():
     assert Path(value["png"]).exists()
     for command in ("train --data mnist-5k", "quantize runs/1 --dtype int8", "sparsify runs/1 ", "report runs/1"):
         assert f"$ qsparse {command}" in result.stderr
+    assert result.stderr.endswith("More options: qsparse train --help. Write `.venv/bin/qsparse` for qsparse.\n")
+
+
+def test_demo_says_what_to_write_for_qsparse(tmp_path, monkeypatch):
+    bin = tmp_path / "venv" / "bin"
+    bin.mkdir(parents=True)
+    for name in ("qsparse", "activate"):
+        (bin / name).touch(mode=0o755)
+    monkeypatch.setenv("PATH", str(bin))
+    assert how_to_run() == ""
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.setattr(sys, "argv", [str(bin / "qsparse")])
+    assert how_to_run() == " Write `venv/bin/qsparse` for qsparse, or first `. venv/bin/activate`."
+    monkeypatch.setattr(sys, "argv", [str(ROOT / "qsparse" / "__main__.py")])
+    monkeypatch.setattr(sys, "executable", str(bin / "python"))
+    assert how_to_run() == " Write `venv/bin/python -m qsparse` for qsparse."
 
 
 # Interruption and going on

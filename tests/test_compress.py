@@ -218,7 +218,7 @@ def test_collect_takes_every_run_and_says_which_have_no_rows(run, capsys):
     other = train(TrainConfig(hidden=(), epochs=1, data="mnist-5k", device="cpu")).run
     collected = collect(console=Console(stderr=True))
     assert {row["run"] for row in collected.rows} == {"runs/1"}
-    assert collected.picture.resolve() == Path("runs/report.png").resolve()
+    assert collected.picture == Path("runs/report.png")  # not the absolute path, which is longer
     assert f"{other}: nothing was measured yet" in capsys.readouterr().err
     sparsify_run(other, 0.5, device="cpu")
     assert {row["run"] for row in collect().rows} == {"runs/1", "runs/2"}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import subprocess
 import sys
 import time
@@ -134,3 +135,23 @@ def test_heavy_packages_wait_for_the_command_that_needs_them(code, arguments):
     answer = run(sys.executable, "-c", listing, *arguments, env=os.environ | {"PYTHONPATH": str(ROOT)})
     assert "Traceback" not in answer.stderr
     assert answer.stdout.splitlines()[-1] == "[]"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "installed"),
+    [("install", "."), ("demo CUDA=cuda", "'.[cuda]'"), ("test CUDA=cuda12", "'.[test,cuda12]'"),
+     ("gpu-test", "'.[test,cuda]'"), ("gpu-test CUDA=cuda12", "'.[test,cuda12]'")],
+)  # fmt: skip
+def test_make_brings_cupy_where_it_is_asked_to(tmp_path, arguments, installed):
+    if not shutil.which("make"):
+        pytest.skip("make is not installed")
+    environment = {name: value for name, value in os.environ.items() if "MAKEFLAGS" not in name}  # of a `make test`
+    asked = ("make", "--dry-run", f"VENV={tmp_path / 'venv'}", *arguments.split())
+    commands = run(*asked, cwd=ROOT, env=environment).stdout.splitlines()
+    assert [line.partition("--editable ")[2] for line in commands if "pip install" in line] == [installed]
+
+
+def test_make_refuses_another_cuda():
+    if not shutil.which("make"):
+        pytest.skip("make is not installed")
+    assert "CUDA is cuda or cuda12, not 13" in run("make", "--dry-run", "CUDA=13", cwd=ROOT).stderr

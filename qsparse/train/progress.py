@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+from pathlib import Path
 from types import TracebackType
 
 from rich.console import Console
@@ -15,6 +17,11 @@ def say(console: Console | None, sentence: str, style: str | None = None) -> Non
     """Print a sentence on `console` as it is, when there is one: a path's [brackets] are not markup."""
     if console is not None:
         console.print(sentence, style=style, markup=False, highlight=False, soft_wrap=True)
+
+
+def shortest(path: str | Path) -> Path:
+    """Return `path`, or the same place seen from the current directory where that is shorter to read."""
+    return Path(min(str(path), os.path.relpath(path), key=len))
 
 
 class Display:
@@ -61,11 +68,12 @@ class Display:
     def epoch_end(self, end: EpochEnd) -> None:
         """Print the epoch's line."""
         metrics = end.metrics[-1]
+        seconds = metrics["seconds"]
         validation = metrics["validation_accuracy"]
         held_out = "" if validation is None else f"  validation {validation:.2%}"
         say(
             self._bar.console,
             f"epoch {end.epoch}/{self._epochs}  loss {metrics['loss']:.4f}{held_out}"
             f"  test {metrics['test_accuracy']:.2%}  {metrics['images_per_second']:,.0f} images/s"
-            f"  {metrics['seconds']:.1f} s",
+            f"  {seconds:{'#.2g' if seconds < 1 else '.1f'}} s",
         )
