@@ -9,7 +9,6 @@ import contextlib
 import functools
 import http.client
 import os
-import tempfile
 import urllib.error
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
@@ -20,6 +19,7 @@ import torch
 
 from qsparse import download, idx
 from qsparse.errors import UserError
+from qsparse.kernels._load import cache_root
 
 MEAN = 0.1307
 """Mean of MNIST's training pixels, scaled to 0..1."""
@@ -132,23 +132,8 @@ def locate() -> Location:
     found = _read_cache()
     if found:
         return Location("mnist", found.source, None)
-    problem = f"the full MNIST is not in {cache_directory()}: `qsparse train` downloads it there; or {_HOW_TO_GET}"
+    problem = f"the full MNIST is not in {cache_root()}: `qsparse train` downloads it there; or {_HOW_TO_GET}"
     return Location("mnist-5k", _SUBSET, problem)
-
-
-def cache_directory() -> Path:
-    """The directory of downloads, which need not exist: $QSPARSE_CACHE, else qsparse in $XDG_CACHE_HOME or ~/.cache.
-
-    A user without a home (in a container) has it in the directory of temporary files.
-    """
-    if place := os.environ.get("QSPARSE_CACHE"):
-        return Path(place)
-    if place := os.environ.get("XDG_CACHE_HOME"):
-        return Path(place) / "qsparse"
-    try:
-        return Path.home() / ".cache" / "qsparse"
-    except RuntimeError:
-        return Path(tempfile.gettempdir()) / f"qsparse-{os.getuid()}"
 
 
 def batches(split: Split, batch_size: int, *, seed: int, epoch: int) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
@@ -219,7 +204,7 @@ def _read_environment() -> _Found | None:
 def _read_cache() -> _Found | None:
     """Return the full MNIST of the cache, None where it is not there whole and genuine."""
     try:
-        found = _read_directory(cache_directory())
+        found = _read_directory(cache_root())
     except UserError:
         return None
     return None if found.foreign else found
@@ -229,7 +214,7 @@ def _download(say: Callable[[str], None]) -> _Found:
     """Bring what the cache lacks from torchvision's mirrors. Raises OSError or HTTPException."""
     from torchvision.datasets import MNIST
 
-    raw = cache_directory() / "MNIST" / "raw"
+    raw = cache_root() / "MNIST" / "raw"
     say(f"downloading MNIST (11 MB) to {raw}")
     try:
         raw.mkdir(parents=True, exist_ok=True)

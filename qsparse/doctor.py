@@ -48,7 +48,7 @@ def report() -> dict[str, Any]:
         "data": {"name": found.name, "source": found.source, "problem": found.problem},
         "kernel_sources": sources,
         "kernel_cache": str(_load.cache_dir()),
-        "data_cache": str(data.cache_directory()),
+        "data_cache": str(_load.cache_root()),
         "missing": _missing(device, sources, found),
     }
 

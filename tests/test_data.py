@@ -443,10 +443,10 @@ class TestLocate:
     def test_places(self, monkeypatch, tmp_path):
         monkeypatch.delenv("QSPARSE_CACHE")
         monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-        assert data.cache_directory() == tmp_path / "qsparse"
+        assert data.cache_root() == tmp_path / "qsparse"
         monkeypatch.delenv("XDG_CACHE_HOME")
         monkeypatch.setenv("HOME", str(tmp_path))
-        assert data.cache_directory() == tmp_path / ".cache/qsparse"
+        assert data.cache_root() == tmp_path / ".cache/qsparse"
 
     def test_a_user_without_a_home(self, monkeypatch, tmp_path, no_network):
         monkeypatch.delenv("QSPARSE_CACHE")
@@ -454,7 +454,7 @@ class TestLocate:
         monkeypatch.delenv("HOME")
         monkeypatch.setattr("pwd.getpwuid", {}.__getitem__)  # KeyError: a user that the system does not know
         monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
-        assert data.cache_directory() == tmp_path / f"qsparse-{os.getuid()}"
+        assert data.cache_root() == tmp_path / f"qsparse-{os.getuid()}"
         assert data.locate().name == "mnist-5k"
 
     def test_md5_where_it_is_barred_from_security(self, monkeypatch):

@@ -61,11 +61,24 @@ def source_dir() -> Path:
     raise FileNotFoundError(f"the CUDA sources are missing: neither {package / '_cuda'} nor the repository's cuda/")
 
 
-def cache_dir() -> Path:
-    """Where compiled kernels are kept (``$QSPARSE_CACHE``, else ``$XDG_CACHE_HOME/qsparse``)."""
+def cache_root() -> Path:
+    """Where things are kept that can be had again: $QSPARSE_CACHE, else qsparse in $XDG_CACHE_HOME or ~/.cache.
+
+    A user without a home (in a container) has it in the directory of temporary files.
+    """
     if place := os.environ.get("QSPARSE_CACHE"):
-        return Path(place) / "kernels"
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "qsparse" / "kernels"
+        return Path(place)
+    if place := os.environ.get("XDG_CACHE_HOME"):
+        return Path(place) / "qsparse"
+    try:
+        return Path.home() / ".cache" / "qsparse"
+    except RuntimeError:
+        return Path(tempfile.gettempdir()) / f"qsparse-{os.getuid()}"
+
+
+def cache_dir() -> Path:
+    """Where compiled kernels are kept; it need not exist."""
+    return cache_root() / "kernels"
 
 
 @functools.cache
@@ -151,9 +164,9 @@ def _cached_cubin(name: str, instance: str, arch: str) -> tuple[bytes, str]:
 
     key = "\0".join((source_text(name), instance, arch, *_OPTIONS, str(nvrtc.nvrtcVersion()[1:])))
     path = cache_dir() / f"{Path(name).stem}-{arch}-{hashlib.sha256(key.encode()).hexdigest()[:32]}.cubin"
-    with contextlib.suppress(OSError):
-        mangled, _, code = path.read_bytes().partition(b"\n")
-        if code.startswith(b"\x7fELF"):
+    with contextlib.suppress(OSError, ValueError):
+        digest, mangled, code = path.read_bytes().split(b"\n", 2)
+        if digest.decode() == hashlib.sha256(code).hexdigest():  # else a disk gave up in between: compile again
             return code, mangled.decode()
     if sys.stderr.isatty():
         print(f"qsparse: compiling {name} for {arch} (once; kept in {path.parent})", file=sys.stderr)
@@ -161,9 +174,14 @@ def _cached_cubin(name: str, instance: str, arch: str) -> tuple[bytes, str]:
     with contextlib.suppress(OSError):  # a read-only home costs a compilation a process, nothing more
         path.parent.mkdir(parents=True, exist_ok=True)
         handle, temporary = tempfile.mkstemp(dir=path.parent, suffix=".tmp")
-        with os.fdopen(handle, "wb") as file:
-            file.write(cubin.names[instance].encode() + b"\n" + cubin.code)
-        os.replace(temporary, path)
+        try:
+            with os.fdopen(handle, "wb") as file:
+                digest = hashlib.sha256(cubin.code).hexdigest()
+                file.write(f"{digest}\n{cubin.names[instance]}\n".encode() + cubin.code)
+            os.replace(temporary, path)
+        except OSError:
+            os.unlink(temporary)
+            raise
     return cubin.code, cubin.names[instance]
 
 

@@ -51,7 +51,10 @@ def check_indices(name: str, indices: torch.Tensor, size: int) -> None:
 
 def check_shape(w_shape, k: int) -> int:
     """Check the shape of W against the width of x; returns N."""
-    n, w_k = (int(size) for size in w_shape)
+    try:
+        n, w_k = (int(size) for size in w_shape)
+    except (TypeError, ValueError):
+        raise ValueError(f"shape must be two sizes (N, {k}), got {w_shape!r}") from None
     if n < 0 or w_k != k:
         raise ValueError(f"shape must be (N, {k}) to fit x, got {tuple(w_shape)}")
     if n > _INT32 or k > _INT32:
