@@ -306,8 +306,11 @@ def _cpu_name() -> str:
 def _commit() -> str | None:
     """The commit of the checkout that this file belongs to, "-dirty" appended if files changed; None if there is none.
 
-    An installed copy may lie inside an unrelated checkout: the file itself must be tracked.
+    An installed copy may lie inside an unrelated checkout: the file itself must be tracked. For a copy of a checkout
+    without its history, on a machine that only measures, $QSPARSE_COMMIT says which it was.
     """
+    if told := os.environ.get("QSPARSE_COMMIT"):
+        return told
 
     def git(*arguments: str) -> str:
         command = ["git", "-C", str(Path(__file__).parent), *arguments]

@@ -261,6 +261,9 @@ def test_the_commit_is_that_of_the_checkout_that_tracks_the_file(tmp_path, monke
     monkeypatch.setattr(measuring, "__file__", str(module))
     commit = measuring._commit.__wrapped__
     assert commit() is None  # no repository
+    monkeypatch.setenv("QSPARSE_COMMIT", "abc123")
+    assert commit() == "abc123"  # said by whoever copied the checkout
+    monkeypatch.delenv("QSPARSE_COMMIT")
     git(tmp_path, "init", "-q")
     git(tmp_path, "commit", "-q", "--allow-empty", "-m", "empty")
     assert commit() is None  # a repository, but not the module's: as a site-packages inside somebody's checkout
