@@ -1,5 +1,5 @@
 // y = act(alpha · x · wᵀ + bias) on Hopper's tensor cores: TMA loads, wgmma, TMA stores. half, bfloat16 or tf32 (float
-// read without its lowest 13 bits) in, sums in float.
+// that the copy engine rounds to 11 bits) in, sums in float.
 //
 //   x (M, K), w (N, K), y (M, N) row-major, bias (N,) or null. X_K / W_K false: that operand lies transposed in
 //   memory, (K, M) or (K, N), as the backward products need it.
