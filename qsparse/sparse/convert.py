@@ -6,9 +6,8 @@ from qsparse.dense import dense_layers
 from qsparse.errors import UserError
 from qsparse.models import MLP
 from qsparse.nn import Linear, SparseLinear
+from qsparse.sparse.config import FORMATS
 from qsparse.sparse.formats import to_coo, to_csr
-
-FORMATS = ("csr", "coo")
 
 
 def prunable_weights(model: MLP) -> dict[str, Tensor]:

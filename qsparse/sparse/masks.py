@@ -1,16 +1,7 @@
-"""Which weights stay: masks from weights, arrays in and arrays out.
+"""Scores in, masks out: which weights stay, once each has a score and it is settled how many stay.
 
-Global magnitude pruning (Han et al., "Learning both Weights and Connections for Efficient Neural Networks", 2015; one
-threshold over all layers as in Frankle & Carbin, "The Lottery Ticket Hypothesis", 2019). Symbols:
-
-    W_l  (N_l, K_l)  weights of layer l
-    n    = sum over l of N_l * K_l, the number of weights of all layers together
-    d    in (0, 1], the density asked for
-    k    = round(d * n), the number of weights that stay (a half rounds to the even neighbour)
-    m_l  (N_l, K_l)  bool, True where the weight stays; the m_l hold exactly k True together
-
-The k weights of the largest |w| stay. Of equal |w| the one in the earlier layer stays, and within a layer the one with
-the lower flat index (row by row).
+A mask is bool, of the weights' shape (N, K), True where the weight stays. The largest scores stay; of equal scores the
+one with the lower flat index (row by row) stays. So every count is exact, also where all scores are equal.
 """
 
 import math
@@ -19,66 +10,59 @@ import warnings
 import torch
 from torch import Tensor
 
-from qsparse.errors import UserError
-
 
 class EmptyLayerWarning(UserWarning):
     """Pruning left a layer without a single weight: its output no longer depends on its input."""
 
 
-def check_density(density: float) -> float:
-    """`density` as a float; raises UserError unless it lies in (0, 1] (NaN does not)."""
-    density = float(density)
-    if not 0.0 < density <= 1.0:
-        raise UserError(
-            f"The density must be above 0 and at most 1 (1 keeps every weight), not {density:g}; "
-            "for 90 % sparsity give 0.1."
-        )
-    return density
+def largest(scores: Tensor, count: int) -> Tensor:
+    """The mask (of `scores`' shape) of its `count` largest entries."""
+    order = torch.sort(scores.flatten(), descending=True, stable=True).indices
+    mask = torch.zeros(scores.numel(), dtype=torch.bool, device=scores.device)
+    mask[order[:count]] = True
+    return mask.reshape(scores.shape)
 
 
-def magnitude_masks(weights: dict[str, Tensor], density: float) -> dict[str, Tensor]:
-    """The masks m_l that keep the k largest weights of all layers together.
+def largest_of_each_row(scores: Tensor, count: int) -> Tensor:
+    """The mask (N, K) of `count` entries, the largest of each row: count // N in each, one more in the first count % N.
 
-    Args:
-        weights: layer name -> W_l (N_l, K_l), any floating dtype, in the model's order, all on one device.
-        density: d.
-
-    Returns:
-        layer name -> m_l (N_l, K_l) bool on the weights' device.
-
-    Warns:
-        EmptyLayerWarning: for each layer that loses all its weights, naming it.
-
-    Raises:
-        UserError: d outside (0, 1], or a NaN weight; the message names the layer.
+    Raises ValueError when count is above N * K.
     """
-    density = check_density(density)
-    for name, weight in weights.items():
-        if bool(torch.isnan(weight).any()):
-            raise UserError(f"The weight of layer {name} holds NaN, which has no magnitude to prune by.")
-    if not weights:
-        return {}
-    magnitudes = torch.cat([weight.detach().abs().flatten() for weight in weights.values()])
-    kept = round(density * magnitudes.numel())
-    # A stable sort leaves equal magnitudes in the order in which they stand: that is the rule for ties.
-    order = torch.sort(magnitudes, descending=True, stable=True).indices
-    stays = torch.zeros_like(magnitudes, dtype=torch.bool)
-    stays[order[:kept]] = True
-    parts = stays.split([weight.numel() for weight in weights.values()])
-    masks = {name: part.reshape(weights[name].shape) for name, part in zip(weights, parts, strict=True)}
+    n, k = scores.shape
+    if not 0 <= count <= n * k:
+        raise ValueError(f"count must be from 0 to {n * k}, not {count}")
+    quotas = torch.full((n, 1), count // max(n, 1), device=scores.device)
+    quotas[: count % max(n, 1)] += 1
+    return _rank(scores) < quotas
+
+
+def largest_of_each_group(scores: Tensor, n: int, m: int) -> Tensor:
+    """The n:m mask (N, K): of each m consecutive entries of a row the n largest. A shorter last group keeps up to n."""
+    rows, k = scores.shape
+    padded = scores.new_full((rows, math.ceil(k / m) * m), -math.inf)
+    padded[:, :k] = scores
+    return (_rank(padded.reshape(rows, -1, m)) < n).reshape(rows, -1)[:, :k]
+
+
+def warn_of_empty(masks: dict[str, Tensor], stacklevel: int = 2) -> None:
+    """Give an EmptyLayerWarning for each layer that keeps none of its weights, naming it."""
     for name, mask in masks.items():
         if mask.numel() and not bool(mask.any()):
             warnings.warn(
-                f"Pruning to density {density:g} leaves layer {name} without any of its {mask.numel():,} weights: "
-                "its output is its bias, whatever the input. Choose a higher density.",
+                f"Pruning to density {mask_density(masks):.3g} leaves layer {name} without any of its "
+                f"{mask.numel():,} weights: its output is its bias, whatever the input. Choose a higher density, or "
+                "give each layer a --min-density.",
                 EmptyLayerWarning,
-                stacklevel=2,
+                stacklevel=stacklevel + 1,
             )
-    return masks
 
 
 def mask_density(masks: dict[str, Tensor]) -> float:
     """The fraction of weights that stay, over all layers (NaN when there are no weights)."""
     total = sum(mask.numel() for mask in masks.values())
     return sum(int(mask.sum()) for mask in masks.values()) / total if total else math.nan
+
+
+def _rank(scores: Tensor) -> Tensor:
+    """The place of each entry along the last dimension, 0 for the largest, equal ones in the order they stand."""
+    return scores.argsort(dim=-1, descending=True, stable=True).argsort(dim=-1)

@@ -1,0 +1,112 @@
+"""What a pruning is made of. Every value is checked before a model is touched."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from dataclasses import dataclass
+from typing import Any
+
+from qsparse.errors import UserError
+
+FORMATS = ("csr", "coo")
+PRUNERS = ("magnitude", "random", "wanda", "snip", "sparsegpt")
+DISTRIBUTIONS = ("global", "uniform", "erk")
+_WIDEST_GROUP = 32
+_OWN_DISTRIBUTION = {"wanda": "uniform", "sparsegpt": "uniform"}
+"""The distribution of the paper, where it is not global."""
+
+
+@dataclass(frozen=True)
+class SparseConfig:
+    """The settings of one pruning.
+
+    density: fraction of the weights that stays, in (0, 1]. None with a pattern, which says it itself.
+    pruner: what ranks the weights: magnitude, random, wanda, snip or sparsegpt, a file of `qsparse.sparse` each.
+    distribution: how many weights each layer keeps (see `distribution.py`): global, uniform or erk. None: the one of
+        the pruner's paper, which is uniform for wanda and sparsegpt and global for the others.
+    min_density: no layer keeps less than this fraction of its weights, in [0, density]; where it is above 0, no layer
+        is left without a weight.
+    pattern: "N:M", of each M consecutive weights of a row N stay (2:4, 1:4, 4:8 ...): 1 <= N < M <= 32. None: anywhere.
+    format: how the weights that stay are stored, "csr" or "coo".
+    samples: training images that wanda, snip and sparsegpt look at (all, where there are fewer).
+    seed: of the choice of these images, and of random.
+
+    Raises UserError, naming the field, when a value is out of range or two exclude each other.
+    """
+
+    density: float | None = None
+    pruner: str = "magnitude"
+    distribution: str | None = None
+    min_density: float = 0.0
+    pattern: str | None = None
+    format: str = "csr"
+    samples: int = 2048
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        choose("format", self.format, FORMATS)
+        choose("pruner", self.pruner, PRUNERS)
+        if (self.density is None) == (self.pattern is None):
+            raise UserError("Give one of a density (0.1 keeps a tenth of the weights) and a pattern (2:4), not both.")
+        for field, least in (("samples", 1), ("seed", 0)):
+            value = getattr(self, field)
+            if not isinstance(value, int) or isinstance(value, bool) or not least <= value < 2**63:
+                raise UserError(f"{field} is {value}: it must be a whole number, at least {least}")
+        if self.pattern is not None:
+            parse_pattern(self.pattern)
+            if self.distribution is not None or self.min_density:
+                raise UserError(f"The pattern {self.pattern} says what each layer keeps: give no distribution with it.")
+            return
+        object.__setattr__(self, "density", check_density(self.density))
+        if self.distribution is None:
+            object.__setattr__(self, "distribution", _OWN_DISTRIBUTION.get(self.pruner, "global"))
+        choose("distribution", self.distribution, DISTRIBUTIONS)
+        if not 0 <= self.min_density <= self.density:
+            raise UserError(f"min_density is {self.min_density}: it must be from 0 to the density, {self.density:g}")
+
+    @property
+    def variant(self) -> str:
+        """A name that tells this pruning from others: what is not the default stands in it, such as csr-0.1-wanda."""
+        parts = [self.format, str(self.density) if self.pattern is None else self.pattern.replace(":", "of")]
+        if self.pruner != SparseConfig.pruner:
+            parts.append(self.pruner)
+        if self.distribution not in (None, _OWN_DISTRIBUTION.get(self.pruner, "global")):
+            parts.append(self.distribution)
+        if self.min_density:
+            parts.append(f"min{self.min_density}")
+        if self.pruner not in ("magnitude", "random") and self.samples != SparseConfig.samples:
+            parts.append(f"samples{self.samples}")
+        return "-".join(parts)
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the settings as a JSON-able dict."""
+        return dataclasses.asdict(self)
+
+
+def check_density(density: float) -> float:
+    """`density` as a float; raises UserError unless it lies in (0, 1] (NaN does not)."""
+    density = float(density)
+    if not 0.0 < density <= 1.0:
+        raise UserError(
+            f"The density must be above 0 and at most 1 (1 keeps every weight), not {density:g}; "
+            "for 90 % sparsity give 0.1."
+        )
+    return density
+
+
+def parse_pattern(pattern: str) -> tuple[int, int]:
+    """`"N:M"` as (N, M); raises UserError unless 1 <= N < M <= 32."""
+    parts = re.fullmatch(r"(\d{1,3}):(\d{1,3})", str(pattern), re.ASCII)
+    n, m = (int(part) for part in parts.groups()) if parts else (0, 0)
+    if not 1 <= n < m <= _WIDEST_GROUP:
+        raise UserError(
+            f"The pattern must be N:M with 1 <= N < M <= {_WIDEST_GROUP}, such as 2:4, 1:4 or 4:8, not {pattern!r}"
+        )
+    return n, m
+
+
+def choose(what: str, name: object, names: tuple[str, ...]) -> None:
+    """Raise UserError, listing `names`, unless `name` is one of them."""
+    if name not in names:
+        raise UserError(f"unknown {what} {name!r}: choose one of {', '.join(names)}")

@@ -1,0 +1,121 @@
+"""Dense model, settings and training images -> masks, and the dense model whose weights they are of.
+
+Wanda and SparseGPT go through the layers in order, each seeing the inputs that the pruned layers before it give, as in
+their papers. No pruner sees the validation or the test split.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from qsparse import data
+from qsparse.data import Dataset
+from qsparse.errors import UserError
+from qsparse.models import MLP
+from qsparse.sparse.config import SparseConfig, parse_pattern
+from qsparse.sparse.convert import prunable_weights
+from qsparse.sparse.distribution import layer_counts
+from qsparse.sparse.magnitude import magnitude_scores
+from qsparse.sparse.masks import largest, largest_of_each_group, largest_of_each_row, warn_of_empty
+from qsparse.sparse.random_scores import random_scores
+from qsparse.sparse.snip import snip_scores
+from qsparse.sparse.sparsegpt import sparsegpt, sparsegpt_scores
+from qsparse.sparse.wanda import wanda_scores
+
+_NEED_DATA = ("wanda", "snip", "sparsegpt")
+_Calibration = tuple[Tensor, Tensor]
+
+
+def prune(model: MLP, config: SparseConfig, dataset: Dataset | None = None) -> tuple[MLP, dict[str, Tensor]]:
+    """Choose the weights of a dense `model` that stay: a dense copy of it and layer name -> mask (N, K) bool.
+
+    The copy holds new weights where the pruner makes them (SparseGPT), and zeros where a mask is False.
+
+    Args:
+        model: dense, on the device of `dataset`. Left as it was.
+        dataset: wanda, snip and sparsegpt look at `config.samples` of its training images, chosen by `config.seed`.
+
+    Warns:
+        EmptyLayerWarning: for each layer that loses all its weights, naming it.
+
+    Raises:
+        UserError: the pruner needs data and there are none; a model that is already compressed, or not finite.
+    """
+    weights = prunable_weights(model)
+    calibration = _calibration(config, dataset)
+    pruned = model.replace({})
+    counts = _counts(model, weights, config, calibration)
+    fixed = {}  # scores that do not depend on how the layers before were pruned
+    if config.pruner == "random":
+        fixed = random_scores(weights, config.seed)
+    elif config.pruner == "snip":
+        fixed = snip_scores(model, *calibration)
+    masks = {}
+    with torch.no_grad():
+        inputs = _inputs(model, calibration)
+        for name, layer in pruned.layers().items():
+            if config.pruner == "sparsegpt":
+                w, masks[name] = _sparsegpt(layer.weight, inputs, config, counts.get(name))
+                layer.weight.copy_(w)
+            else:
+                scores = fixed[name] if name in fixed else _scores(config.pruner, layer.weight, inputs)
+                masks[name] = _mask(scores, config, counts.get(name))
+                layer.weight.masked_fill_(~masks[name], 0.0)
+            if inputs is not None:
+                inputs = layer(inputs.to(layer.weight.dtype))
+    warn_of_empty(masks)
+    return pruned, masks
+
+
+def _calibration(config: SparseConfig, dataset: Dataset | None) -> _Calibration | None:
+    """The images (M, 784) uint8 and labels (M,) that the pruner looks at; None where it looks at none."""
+    if config.pruner not in _NEED_DATA:
+        return None
+    if dataset is None or not len(dataset.train):
+        raise UserError(f"The pruner {config.pruner} looks at training images: give it a data set.")
+    return next(iter(data.batches(dataset.train, config.samples, seed=config.seed, epoch=0)))
+
+
+def _inputs(model: MLP, calibration: _Calibration | None) -> Tensor | None:
+    return None if calibration is None else data.normalize(calibration[0], model.input_dtype)
+
+
+def _counts(
+    model: MLP, weights: dict[str, Tensor], config: SparseConfig, calibration: _Calibration | None
+) -> dict[str, int]:
+    """Layer name -> number of weights that it keeps; empty where a pattern says so. `global` ranks the dense model."""
+    if config.pattern is not None:
+        return {}
+    if config.distribution != "global":
+        scores = weights
+    elif config.pruner == "random":
+        scores = random_scores(weights, config.seed)
+    elif config.pruner == "snip":
+        scores = snip_scores(model, *calibration)
+    else:
+        scores, inputs = {}, _inputs(model, calibration)
+        with torch.no_grad():
+            for name, layer in model.layers().items():
+                scores[name] = _scores(config.pruner, layer.weight, inputs)
+                if inputs is not None:
+                    inputs = layer(inputs.to(layer.weight.dtype))
+    return layer_counts(scores, config.density, config.distribution, config.min_density)
+
+
+def _scores(pruner: str, w: Tensor, inputs: Tensor | None) -> Tensor:
+    if pruner == "magnitude":
+        return magnitude_scores(w)
+    return wanda_scores(w, inputs) if pruner == "wanda" else sparsegpt_scores(w, inputs)
+
+
+def _mask(scores: Tensor, config: SparseConfig, count: int | None) -> Tensor:
+    if config.pattern is not None:
+        return largest_of_each_group(scores, *parse_pattern(config.pattern))
+    return largest_of_each_row(scores, count) if config.pruner == "wanda" else largest(scores, count)
+
+
+def _sparsegpt(w: Tensor, inputs: Tensor, config: SparseConfig, count: int | None) -> tuple[Tensor, Tensor]:
+    if config.pattern is not None:
+        return sparsegpt(w, inputs, pattern=parse_pattern(config.pattern))
+    return sparsegpt(w, inputs, count)
