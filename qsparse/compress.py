@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import copy
 import dataclasses
 import warnings
 from collections.abc import Iterator
@@ -22,7 +21,7 @@ from qsparse.errors import UserError
 from qsparse.measure import PeerWarning, measure
 from qsparse.models import MLP
 from qsparse.quant import DTYPES, quantize
-from qsparse.sparse import FORMATS, EmptyLayerWarning, check_density, magnitude_masks, prunable_weights, sparsify
+from qsparse.sparse import EmptyLayerWarning, SparseConfig, mask_density, prune, sparsify
 from qsparse.train.config import TrainConfig
 from qsparse.train.fit import fit
 from qsparse.train.progress import Display, say
@@ -62,43 +61,54 @@ def quantize_run(
 
 def sparsify_run(
     run: str | Path | None,
-    density: float,
+    density: float | None = None,
     format: str = "csr",
     *,
     finetune_epochs: int = 0,
     lr: float | None = None,
     device: str = "auto",
     console: Console | None = None,
+    seed: int | None = None,
+    **pruning: Any,
 ) -> Compressed:
-    """Keep the fraction `density` of a run's weights, those of the largest magnitude over all layers, store them as
-    `format` (csr or coo), save the model as RUN/<format>-<density>, measure it beside the baseline, and append the
-    rows to the run's rows.jsonl.
+    """Keep the fraction `density` of a run's weights, by default those of the largest magnitude over all layers, store
+    them as `format` (csr or coo), save the model as RUN/<format>-<density> and whatever else tells this pruning from
+    others, measure it beside the baseline, and append the rows to the run's rows.jsonl.
 
     run, device, console: as in `quantize_run`. finetune_epochs: epochs of training with the pruned weights held at
     zero, before they are dropped. Its learning rate decays linearly from `lr` (None: the run's own) to zero; all else
     is as the run was trained.
-    Raises UserError for a density outside (0, 1], an unknown format, and as `quantize_run`.
+    pruning: the other settings of a `SparseConfig`: pruner, distribution, min_density, pattern, samples. seed: its
+    seed; None for the run's.
+    Raises UserError for a density outside (0, 1], an unknown format, and as `SparseConfig` and `quantize_run`.
     """
-    density = check_density(density)
-    if format not in FORMATS:
-        raise UserError(f"unknown format {format!r}: choose one of {', '.join(FORMATS)}")
+    sparse = SparseConfig(density=density, format=format, seed=seed or 0, **pruning)
     if finetune_epochs < 0:
         raise UserError(f"--finetune-epochs is {finetune_epochs}: it must be at least 0")
     if lr is not None:
         TrainConfig(lr=lr)  # refuses a bad rate before anything is loaded
     source = _open(run, device, console)
-    masks = _masks(source, density)
-    model = source.model
+    if seed is None:
+        sparse = dataclasses.replace(sparse, seed=source.config.seed)
+    with _aloud(source, EmptyLayerWarning):
+        model, masks = prune(source.model, sparse, source.dataset)
     details: dict[str, Any] = {
-        "method": "magnitude",
-        "density_asked": density,
+        "method": sparse.pruner,
+        "density_asked": sparse.density,
+        "distribution": sparse.distribution,
+        "min_density": sparse.min_density,
+        "pattern": sparse.pattern,
+        "layer_density": {name: mask_density({name: mask}) for name, mask in masks.items()},
+        "prune_seed": sparse.seed,
+        "samples": sparse.samples,
         "finetune_epochs": finetune_epochs,
     }
     if finetune_epochs:
         config = dataclasses.replace(source.config, epochs=finetune_epochs, lr=source.config.lr if lr is None else lr)
         details["finetune_lr"] = config.lr
-        model = _finetune(source, masks, config)
-    variant = f"{format}-{density}" + (f"-ft{finetune_epochs}" if finetune_epochs else "")
+        _finetune(source, model, masks, config)
+    variant = sparse.variant + ("" if seed is None else f"-seed{seed}")
+    variant += f"-ft{finetune_epochs}" if finetune_epochs else ""
     return _save_and_measure(source, variant, sparsify(model, masks, format), details)
 
 
@@ -129,12 +139,6 @@ def _open(run: str | Path | None, device: str, console: Console | None) -> _Sour
     return _Source(run, config, model, dataset.to(target), target, console)
 
 
-def _masks(source: _Source, density: float) -> dict[str, torch.Tensor]:
-    """Choose the weights that stay, and say aloud which layers lose all of theirs."""
-    with _aloud(source, EmptyLayerWarning):
-        return magnitude_masks(prunable_weights(source.model), density)
-
-
 @contextlib.contextmanager
 def _aloud(source: _Source, category: type[Warning]) -> Iterator[None]:
     """Say the warnings of `category` that are given inside; others go their way."""
@@ -148,12 +152,10 @@ def _aloud(source: _Source, category: type[Warning]) -> Iterator[None]:
             warnings.warn_explicit(warning.message, warning.category, warning.filename, warning.lineno)
 
 
-def _finetune(source: _Source, masks: dict[str, torch.Tensor], config: TrainConfig) -> MLP:
-    """Train a copy of the run's model with the weights outside `masks` held at zero."""
-    model = copy.deepcopy(source.model)
+def _finetune(source: _Source, model: MLP, masks: dict[str, torch.Tensor], config: TrainConfig) -> None:
+    """Train `model` in place with the weights outside `masks` held at zero."""
     with Display(source.console or Console(quiet=True), config.epochs) as display:
         fit(model, source.dataset, config, masks=masks, on_epoch=display.epoch_end, progress=display.progress)
-    return model
 
 
 def _save_and_measure(source: _Source, variant: str, model: MLP, details: dict[str, Any]) -> Compressed:
