@@ -23,7 +23,7 @@ from typer.core import TyperGroup
 from qsparse import __version__
 from qsparse.bench import command as bench
 from qsparse.errors import UserError
-from qsparse.train.config import TrainConfig
+from qsparse.train.config import BACKENDS, TrainConfig
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -68,6 +68,9 @@ class Device(enum.StrEnum):
     auto = "auto"
     cpu = "cpu"
     cuda = "cuda"
+
+
+Backend = enum.StrEnum("Backend", BACKENDS)
 
 
 class Dtype(enum.StrEnum):
@@ -185,6 +188,13 @@ def train(
 
     from qsparse.train import run
 
+    backend: Annotated[
+        Backend | None,
+        typer.Option(
+            show_default="auto",
+            help="PyTorch, NumPy or C on the CPU, our kernels (cuda) on a GPU; auto is cuda on a GPU, else torch.",
+        ),
+    ] = None,
     console = _console()
     if resume:
         trained = run.resume(given, out=out, console=console)
@@ -221,6 +231,7 @@ def sparsify(
     ] = 0,
     lr: Annotated[
         float | None, typer.Option(show_default="the run's", help="First learning rate of the fine-tuning.")
+        "backend": backend.value if backend else None,
     ] = None,
     device: DeviceOption = Device.auto,
     as_json: JsonOption = False,

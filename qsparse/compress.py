@@ -133,7 +133,7 @@ def _open(run: str | Path | None, device: str, console: Console | None) -> _Sour
         raise UserError(checkpoint.unfinished(run))
     checkpoint.require_writable(run)
     target = resolve_device(device, partial(say, console))
-    config = read_train_config(run)
+    config = dataclasses.replace(read_train_config(run), backend="auto")  # fine-tuning goes through the layers, on any device
     model = checkpoint.load(run, target)
     dataset = load_dataset(run, console)
     return _Source(run, config, model, dataset.to(target), target, console)

@@ -20,6 +20,7 @@ from qsparse.demo import how_to_run
 from qsparse.device import NAMES
 from qsparse.measure import measure
 from qsparse.models import MLP
+from qsparse.train.config import BACKENDS
 
 ROOT = Path(__file__).resolve().parents[1]
 TRAIN = ("train", "--data", "mnist-5k", "--device", "cpu", "--epochs", "2")
@@ -110,7 +111,7 @@ def test_train_options_reach_the_run():
     assert settings == result["config"]["train"]
     assert settings == {
         "hidden": [32, 16], "epochs": 2, "batch_size": 50, "lr": 0.05, "momentum": 0.9, "weight_decay": 0.001,
-        "seed": 3, "device": "cpu", "data": "mnist-5k", "validation": 100,
+        "seed": 3, "device": "cpu", "data": "mnist-5k", "validation": 100, "backend": "torch",
     }  # fmt: skip
     assert qsparse.load("mine").sizes == (784, 32, 16, 10)
 
@@ -245,12 +246,15 @@ def test_unknown_names_list_the_valid_ones(run):
     assert all(f"'{name}'" in said for name in ("2:4", *sparse.FORMATS))
     said = refused("train", "--device", "gpu")
     assert all(f"'{name}'" in said for name in ("gpu", *NAMES))
+    said = refused("train", "--backend", "jax")
+    assert all(f"'{name}'" in said for name in ("jax", *BACKENDS))
 
 
 def test_the_choices_are_those_of_the_rooms():
     assert tuple(cli.Dtype) == quant.DTYPES
     assert tuple(cli.Format) == sparse.FORMATS
     assert tuple(cli.Device) == NAMES
+    assert tuple(cli.Backend) == BACKENDS
 
 
 @pytest.mark.parametrize(

@@ -9,6 +9,7 @@ from typing import Any
 
 from qsparse.errors import UserError
 
+BACKENDS = ("auto", "torch", "numpy", "c", "cuda")
 _LARGEST = 3.4028234e38
 """The largest float32: the kernels take rates in float32."""
 
@@ -23,6 +24,8 @@ class TrainConfig:
     momentum: in [0, 1). weight_decay: at least 0, on weights and biases alike. Both as in `torch.optim.SGD`.
     seed: of the initial weights and of the order of the batches.
     device: auto, cpu or cuda. data: auto, mnist, mnist-5k or a directory with the four IDX files.
+    backend: what takes the steps: torch (PyTorch's kernels), numpy or c, all three on the CPU; cuda (our kernels on the
+    GPU); or auto: cuda on a GPU, torch on a CPU.
     validation: training images held out for validation; None for the data set's default.
 
     Raises UserError, naming the field, when a value is out of range.
@@ -38,6 +41,7 @@ class TrainConfig:
     device: str = "auto"
     data: str = "auto"
     validation: int | None = None
+    backend: str = "auto"
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "hidden", tuple(self.hidden))
@@ -51,6 +55,7 @@ class TrainConfig:
         _require(_is_count(self.seed, 0, 2**63), "seed", self.seed, "a whole number in [0, 2^63)")
         for field in ("device", "data"):
             _require(isinstance(getattr(self, field), str), field, getattr(self, field), "a name")
+        _require(self.backend in BACKENDS, "backend", self.backend, f"one of {', '.join(BACKENDS)}")
         fits = self.validation is None or _is_count(self.validation, 0)
         _require(fits, "validation", self.validation, "a count from 0 to 2^31 - 1")
 

@@ -1,4 +1,4 @@
-"""The training loop: one for the CPU and the GPU, because the layers and the kernels choose by the device.
+"""The training loop: one for every backend (see backends.py), on a CPU and on a GPU.
 
 Method: stochastic gradient descent with momentum and weight decay as in `torch.optim.SGD` (Sutskever et al., "On the
 importance of initialization and momentum in deep learning", 2013, with the learning rate outside the momentum), the
@@ -15,10 +15,11 @@ from typing import Any
 
 import torch
 
-from qsparse import data, kernels, nn
+from qsparse import data
 from qsparse.data import Dataset, Split
 from qsparse.errors import UserError
 from qsparse.models import MLP
+from qsparse.train import backends
 from qsparse.train.config import TrainConfig
 
 # Steps between two looks at the losses. A look waits for the GPU, so it does not happen every step.
@@ -74,7 +75,8 @@ def fit(
 ) -> list[dict[str, Any]]:
     """Train `model` in place on `dataset.train` and return one dict of metrics for each epoch.
 
-    model: float32 parameters, on the device of `dataset`; the loop runs there, whatever `config.device` says.
+    model: float32 parameters, on the device of `dataset`; the loop runs there, whatever `config.device` says. What
+    takes the steps there is `config.backend`.
     masks: layer name -> bool (N, K), True where a weight lives. A dead weight is exactly zero from before the first
     step on, whatever the momentum and the weight decay; a layer without a mask is trained whole.
     start_epoch: number of epochs already done (0 for a new run); with `state`, and with the weights that stood then,
@@ -84,8 +86,9 @@ def fit(
     Metrics: epoch (from 1), loss (mean over the training images, as they were met), validation_accuracy (fraction;
     None without a validation split), test_accuracy (fraction), seconds and images_per_second of the training alone.
 
-    Raises UserError, naming the step or the layer, when the loss or a weight becomes NaN or infinite; ValueError for
-    an empty training or test split, a mask for a layer that is not there, or a mask of another shape.
+    Raises UserError, naming the step or the layer, when the loss or a weight becomes NaN or infinite, and when the
+    backend cannot run here; ValueError for an empty training or test split, a mask for a layer that is not there, or a
+    mask of another shape.
     """
     state = state or FitState()
     metrics = list(state.metrics)
@@ -99,9 +102,10 @@ def fit(
     with torch.no_grad():
         for name, mask in parameter_masks.items():
             parameters[name].masked_fill_(~mask, 0.0)
+    backend = backends.make(model, config, momentum, parameter_masks)
 
     for epoch in range(start_epoch, config.epochs):
-        trained = _epoch(model, dataset.train, config, epoch, parameters, momentum, parameter_masks, progress)
+        trained = _epoch(backend, model, dataset.train, config, epoch, progress)
         metrics.append(
             {
                 **trained,
@@ -128,19 +132,16 @@ def evaluate(model: MLP, split: Split) -> tuple[float, torch.Tensor]:
 
 
 def _epoch(
+    backend: backends.Backend,
     model: MLP,
     train: Split,
     config: TrainConfig,
     epoch: int,
-    parameters: dict[str, torch.nn.Parameter],
-    momentum: Momentum,
-    masks: dict[str, torch.Tensor],
     progress: Callable[[Progress], None] | None,
 ) -> dict[str, Any]:
     """Train one epoch (`epoch` counts from 0) and return its metrics."""
     steps = math.ceil(len(train) / config.batch_size)
     all_steps = steps * config.epochs
-    leaves = list(parameters.values())
     losses = torch.empty(steps, device=train.images.device)
     started = time.perf_counter()
     total_loss, looked, images_seen = 0.0, 0, 0
@@ -149,20 +150,7 @@ def _epoch(
         data.batches(train, config.batch_size, seed=config.seed, epoch=epoch), start=1
     ):
         lr = config.lr * (1 - (epoch * steps + step - 1) / all_steps)
-        loss = nn.cross_entropy(model(images), labels)
-        gradients = torch.autograd.grad(loss, leaves)
-        with torch.no_grad():
-            losses[step - 1] = loss
-            for (name, parameter), gradient in zip(parameters.items(), gradients, strict=True):
-                kernels.sgd(
-                    parameter.detach(),
-                    gradient,
-                    momentum.get(name),
-                    lr=lr,
-                    momentum=config.momentum,
-                    weight_decay=config.weight_decay,
-                    mask=masks.get(name),
-                )
+        losses[step - 1] = backend.step(images, labels, lr)
         images_seen += len(labels)
         if step % STEPS_PER_LOOK == 0 or step == steps:
             latest = losses[looked:step].tolist()
@@ -175,7 +163,7 @@ def _epoch(
                 progress(Progress(epoch + 1, step, steps, sum(latest) / len(latest), speed))
 
     seconds = time.perf_counter() - started
-    for name, parameter in parameters.items():
+    for name, parameter in model.named_parameters():
         if not torch.isfinite(parameter).all():
             raise UserError(
                 f"training diverged: layer {name.rpartition('.')[0]} holds NaN or infinite values after epoch "

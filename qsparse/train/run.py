@@ -11,19 +11,23 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import torch
 from rich.console import Console
 
 from qsparse import __version__, checkpoint, data
 from qsparse.data import Dataset
-from qsparse.device import resolve_device
+from qsparse.device import missing_for_cuda, resolve_device
 from qsparse.errors import UserError
 from qsparse.models import MLP
+from qsparse.train import c_backend
 from qsparse.train.config import TrainConfig, option
 from qsparse.train.fit import EpochEnd, FitState, fit
 from qsparse.train.progress import Display, say
 
 INPUTS = 784
 CLASSES = 10
+_DEVICES = {"torch": "cpu", "numpy": "cpu", "c": "cpu", "cuda": "cuda"}
+"""Where each backend but auto computes."""
 NAMED_DATA = ("mnist", "mnist-5k")
 
 
@@ -67,12 +71,10 @@ def train(
     if out is not None:
         _replaces(Path(out), force)
     checkpoint.require_writable(checkpoint.RUNS if out is None else out)
-    device = resolve_device(config.device, partial(say, console))
+    config, device = _place(config, console)
     dataset = data.load(config.data, config.validation, partial(say, console))
 
-    config = dataclasses.replace(
-        config, device=device.type, data=_name_again(config.data, dataset), validation=len(dataset.validation)
-    )
+    config = dataclasses.replace(config, data=_name_again(config.data, dataset), validation=len(dataset.validation))
     model = _new_model(config).to(device)
 
     run = checkpoint.new_run() if out is None else checkpoint.make_directory(out)
@@ -122,7 +124,7 @@ def resume(given: Mapping[str, Any], *, out: str | Path | None = None, console: 
             say(console, f"{run} is done: all {config.epochs} epochs are trained")
             return TrainedRun(run, checkpoint.read_config(run), checkpoint.read_metrics(run))
         checkpoint.require_writable(run)
-        device = resolve_device(config.device, partial(say, console))
+        config, device = _place(config, console)
         dataset = load_dataset(run, console)
         model = _new_model(config).to(device)
         saved = checkpoint.load_checkpoint(run, model)
@@ -169,9 +171,12 @@ def _train(
 def read_train_config(run: Path) -> TrainConfig:
     """Return the settings that `run` was trained with. Raises UserError when its config.json does not hold them."""
     try:
-        return TrainConfig.from_json(checkpoint.read_config(run)["train"])
+        config = TrainConfig.from_json(checkpoint.read_config(run)["train"])
     except (KeyError, TypeError, UserError) as error:
         raise UserError(f"{run / checkpoint.CONFIG} does not hold the settings of a qsparse run: {error}") from error
+    if config.backend == "auto":  # written before there was a choice
+        return dataclasses.replace(config, backend="cuda" if config.device == "cuda" else "torch")
+    return config
 
 
 def load_dataset(run: Path, console: Console | None = None) -> Dataset:
@@ -212,6 +217,25 @@ def identity(dataset: Dataset) -> dict[str, Any]:
     }
 
 
+def _place(config: TrainConfig, console: Console | None) -> tuple[TrainConfig, torch.device]:
+    """Return `config` with its backend and its device chosen, and that device.
+
+    Raises UserError when they exclude each other, or cannot run here.
+    """
+    if config.backend == "cuda":
+        if config.device == "cpu":
+            raise UserError("--backend cuda computes on a GPU: leave --device cpu out, or take another --backend")
+        if missing := missing_for_cuda():
+            raise UserError(f"--backend cuda: {missing}; or leave --backend out to run on the CPU")
+    if _DEVICES.get(config.backend) == "cpu" and config.device == "cuda":
+        raise UserError(f"--backend {config.backend} computes on the CPU: leave --device out, or take --backend cuda")
+    device = resolve_device(_DEVICES.get(config.backend, config.device), partial(say, console))
+    backend = ("cuda" if device.type == "cuda" else "torch") if config.backend == "auto" else config.backend
+    if backend == "c":
+        c_backend.load()  # compiled, or refused, before a directory is made
+    return dataclasses.replace(config, backend=backend, device=device.type), device
+
+
 def _name_again(asked: str, dataset: Dataset) -> str:
     """Return the `--data` that finds `dataset` again from any directory, without the choices that `auto` has."""
     if asked == "auto":
@@ -227,7 +251,7 @@ def _refuse_contradictions(run: Path, config: TrainConfig, given: Mapping[str, A
             value = tuple(value)
         if field == "data" and value not in ("auto", *NAMED_DATA):
             value = str(Path(value).expanduser().absolute())
-        if value == own or (field in ("device", "data") and value == "auto"):
+        if value == own or (field in ("device", "data", "backend") and value == "auto"):
             continue
         why = " (its learning rate decays over that many)" if field == "epochs" else ""
         raise UserError(
@@ -249,4 +273,5 @@ def _new_model(config: TrainConfig) -> MLP:
 
 def _title(config: TrainConfig, dataset: Dataset) -> str:
     sizes = "-".join(map(str, (INPUTS, *config.hidden, CLASSES)))
-    return f"{sizes} on {len(dataset.train):,} images of {dataset.name} ({dataset.source}), {config.device}"
+    where = config.device if config.backend in ("torch", "cuda") else f"{config.device}, backend {config.backend}"
+    return f"{sizes} on {len(dataset.train):,} images of {dataset.name} ({dataset.source}), {where}"

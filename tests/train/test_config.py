@@ -43,6 +43,7 @@ from qsparse.train import TrainConfig
         ("validation", 10**30),
         ("device", 5),
         ("data", None),
+        ("backend", "jax"),
     ],
 )
 def test_a_value_out_of_range_is_refused_by_the_name_of_its_option(field, value):

@@ -209,13 +209,15 @@ def test_the_step_that_is_named_is_the_first_bad_one(dataset, monkeypatch):
         loss = torch.nn.functional.cross_entropy(logits, labels)
         return loss * math.nan if calls == 62 else loss
 
-    monkeypatch.setattr("qsparse.train.fit.nn.cross_entropy", cross_entropy)
+    monkeypatch.setattr("qsparse.train.torch_backend.nn.cross_entropy", cross_entropy)
     with pytest.raises(UserError, match="the loss is nan at step 62 of 150"):
         fit(MLP((784, 10)), dataset, TrainConfig(hidden=(), epochs=2, batch_size=2))
 
 
 def test_weights_that_are_not_finite_after_the_last_step_stop_the_run(dataset, monkeypatch):
-    monkeypatch.setattr("qsparse.train.fit.kernels.sgd", lambda parameter, *_, **__: parameter.fill_(math.inf))
+    monkeypatch.setattr(
+        "qsparse.train.torch_backend.kernels.sgd", lambda parameter, *_, **__: parameter.fill_(math.inf)
+    )
     ends = []
     with pytest.raises(UserError, match="layer fc1 holds NaN or infinite values after epoch 1"):
         fit(MLP((784, 10)), dataset, TrainConfig(hidden=(), epochs=1, batch_size=150), on_epoch=ends.append)

@@ -64,7 +64,7 @@ def test_a_run_directory_holds_weights_config_and_metrics():
     trained = train(SMALL, out="somewhere/deep")
     assert sorted(path.name for path in trained.run.iterdir()) == ["config.json", "metrics.json", "model.safetensors"]
     config = json.loads((trained.run / "config.json").read_text())
-    assert config["train"] == {**SMALL.to_json(), "validation": 500}
+    assert config["train"] == {**SMALL.to_json(), "validation": 500, "backend": "torch"}
     assert config["dataset"]["name"] == "mnist-5k"
     assert [config["dataset"][split] for split in ("train", "validation", "test")] == [3500, 500, 1000]
     assert config["model"]["sizes"] == [784, 32, 10]
@@ -159,6 +159,7 @@ def test_resuming_a_finished_run_changes_nothing(capsys):
         ("data", "mnist"),
         ("validation", 0),
         ("device", "cuda"),
+        ("backend", "numpy"),
     ],
 )
 def test_resuming_with_another_setting_is_refused(monkeypatch, field, value):
@@ -169,6 +170,53 @@ def test_resuming_with_another_setting_is_refused(monkeypatch, field, value):
     with pytest.raises(UserError, match=f"was begun with --{field.replace('_', '-')} "):
         resume({field: value})
     assert snapshot(Path("runs/1")) == before
+
+
+@pytest.mark.parametrize("backend", ["numpy", "c"])
+def test_an_interrupted_run_goes_on_with_its_own_backend(monkeypatch, backend):
+    config = dataclasses.replace(SMALL, backend=backend, device="auto")
+    expected = checkpoint.load(train(config, out="whole").run).state_dict()
+    interrupt_at(monkeypatch, 1, 20)
+    with pytest.raises(KeyboardInterrupt):
+        train(config)
+    assert json.loads(Path("runs/1/config.json").read_text())["train"]["backend"] == backend
+    before = snapshot(Path("runs/1"))
+    with pytest.raises(UserError, match=f"was begun with --backend {backend}, and torch would give other weights"):
+        resume({"backend": "torch"})
+    assert snapshot(Path("runs/1")) == before
+    resume({"backend": "auto"})
+    assert_same_weights(Path("runs/1"), expected)
+
+
+def test_a_run_from_before_there_were_backends_is_resumed(monkeypatch, whole):
+    interrupt_at(monkeypatch, 1, 20)
+    with pytest.raises(KeyboardInterrupt):
+        train(SMALL)
+    config = json.loads(Path("runs/1/config.json").read_text())
+    del config["train"]["backend"]
+    Path("runs/1/config.json").write_text(json.dumps(config))
+    resume({"backend": "torch"})
+    assert_same_weights(Path("runs/1"), whole)
+
+
+@pytest.mark.parametrize(
+    ("backend", "device", "said"),
+    [
+        ("cuda", "cpu", "--backend cuda computes on a GPU"),
+        ("cuda", "auto", "--backend cuda: PyTorch sees no NVIDIA GPU"),
+        ("c", "cuda", "--backend c computes on the CPU"),
+        ("c", "cpu", "needs a C compiler"),
+    ],
+)
+def test_a_backend_that_cannot_run_is_refused_before_anything_is_made(monkeypatch, tmp_path, backend, device, said):
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.setenv("QSPARSE_CACHE", str(tmp_path / "empty"))
+    monkeypatch.delenv("CC", raising=False)
+    with pytest.raises(UserError, match=said):
+        train(dataclasses.replace(SMALL, backend=backend, device=device))
+    assert list(Path().iterdir()) == []
 
 
 def test_resuming_with_the_same_settings_is_allowed(monkeypatch, whole):

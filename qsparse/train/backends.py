@@ -1,0 +1,48 @@
+"""The rungs of training: what takes one step, by name.
+
+A backend is an object with `step(images, labels, lr) -> loss`. It changes the model's own parameters and the momentum
+buffers in place, so the loop around it, the checkpoints and the evaluation are the same for all.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Protocol
+
+import torch
+
+from qsparse.models import MLP
+from qsparse.train.config import TrainConfig
+
+
+class Backend(Protocol):
+    """What `fit` needs of a backend."""
+
+    def step(self, images: torch.Tensor, labels: torch.Tensor, lr: float) -> torch.Tensor | float:
+        """Take one step on a batch, images uint8 (B, 784) and labels int64 (B,); return the mean loss before it."""
+
+
+def make(
+    model: MLP, config: TrainConfig, momentum: Mapping[str, torch.Tensor], masks: Mapping[str, torch.Tensor]
+) -> Backend:
+    """Return the backend that `config.backend` names, over `model`.
+
+    momentum: a buffer for each parameter, by its name; empty when `config.momentum` is 0. masks: bool tensors by the
+    name of the parameter. Both on the model's device, and both kept, not copied.
+
+    Raises UserError when the backend cannot run here, ValueError when the model is not where it runs.
+    """
+    if config.backend in ("auto", "torch", "cuda"):  # one code: the layers choose their kernels by the device
+        from qsparse.train.torch_backend import TorchBackend
+
+        return TorchBackend(model, config, momentum, masks)
+    places = {parameter.device.type for parameter in model.parameters()}
+    if places != {"cpu"}:
+        raise ValueError(f"the backend {config.backend} trains models on the CPU, and this one is on {places}")
+    if config.backend == "numpy":
+        from qsparse.train.numpy_backend import NumpyBackend
+
+        return NumpyBackend(model, config, momentum, masks)
+    from qsparse.train.c_backend import CBackend
+
+    return CBackend(model, config, momentum, masks)

@@ -1,0 +1,38 @@
+"""Training through the layers and autograd: PyTorch's kernels on a CPU, ours on a GPU."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+
+from qsparse import kernels, nn
+from qsparse.models import MLP
+from qsparse.train.config import TrainConfig
+
+
+class TorchBackend:
+    """Steps of gradient descent on `model`, in place, on the device that it is on. Arguments: see `backends.make`."""
+
+    def __init__(
+        self, model: MLP, config: TrainConfig, momentum: Mapping[str, torch.Tensor], masks: Mapping[str, torch.Tensor]
+    ) -> None:
+        self._model, self._config, self._momentum, self._masks = model, config, momentum, masks
+        self._parameters = dict(model.named_parameters())
+
+    def step(self, images: torch.Tensor, labels: torch.Tensor, lr: float) -> torch.Tensor:
+        """Take one step; return the mean loss before it, a tensor on the device, so that nothing waits for a GPU."""
+        loss = nn.cross_entropy(self._model(images), labels)
+        gradients = torch.autograd.grad(loss, list(self._parameters.values()))
+        with torch.no_grad():
+            for (name, parameter), gradient in zip(self._parameters.items(), gradients, strict=True):
+                kernels.sgd(
+                    parameter.detach(),
+                    gradient,
+                    self._momentum.get(name),
+                    lr=lr,
+                    momentum=self._config.momentum,
+                    weight_decay=self._config.weight_decay,
+                    mask=self._masks.get(name),
+                )
+        return loss.detach()

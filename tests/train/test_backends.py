@@ -1,0 +1,239 @@
+"""The backends against each other, and their gradients against finite differences."""
+
+import copy
+import functools
+import math
+
+import numpy as np
+import pytest
+import torch
+
+from qsparse import data, kernels
+from qsparse.data import Dataset, Split
+from qsparse.errors import UserError
+from qsparse.models import MLP
+from qsparse.train import backends, c_backend, numpy_backend
+from qsparse.train.config import TrainConfig
+from qsparse.train.fit import FitState, fit
+
+WRITTEN_OUT = ("numpy", "c")
+STEPS = 200
+
+
+@functools.cache
+def digits() -> Dataset:
+    return data.load("mnist-5k")
+
+
+def fewer(count: int) -> Dataset:
+    """The first `count` digits to train on, and a few others."""
+    whole = digits()
+
+    def first(split: Split, rows: int) -> Split:
+        return Split(split.images[:rows], split.labels[:rows])
+
+    return Dataset(
+        "custom", "some digits", first(whole.train, count), first(whole.validation, 20), first(whole.test, 30)
+    )
+
+
+def losses(config: TrainConfig, train: Split, steps: int, masks=None) -> torch.Tensor:
+    """The loss of each of the first `steps` steps, as `fit` takes them."""
+    model = MLP((784, *config.hidden, 10), seed=config.seed)
+    parameters = dict(model.named_parameters())
+    momentum = {name: torch.zeros_like(p) for name, p in parameters.items()} if config.momentum else {}
+    backend = backends.make(model, config, momentum, masks or {})
+    found: list[float] = []
+    epoch = 0
+    while len(found) < steps:
+        for images, labels in data.batches(train, config.batch_size, seed=config.seed, epoch=epoch):
+            found.append(float(backend.step(images, labels, config.lr * (1 - len(found) / (2 * steps)))))
+        epoch += 1
+    return torch.tensor(found[:steps])
+
+
+CONFIGS = {
+    "no hidden layer": TrainConfig(hidden=(), lr=0.05),
+    "one": TrainConfig(hidden=(64,)),
+    "three": TrainConfig(hidden=(48, 33, 20)),
+    "momentum and decay": TrainConfig(hidden=(64,), lr=0.02, momentum=0.9, weight_decay=1e-3),
+    "last batch of one": TrainConfig(hidden=(32,), batch_size=53, lr=0.05, momentum=0.5),
+    "batch above the data": TrainConfig(hidden=(16,), batch_size=10_000, lr=0.05),
+}
+
+
+@functools.cache
+def curve(name: str, backend: str) -> torch.Tensor:
+    config = CONFIGS[name]
+    train = fewer(1 + 53 * 20).train if name == "last batch of one" else digits().train
+    steps = 10 if config.batch_size > len(train) else STEPS
+    return losses(TrainConfig(**{**config.to_json(), "backend": backend}), train, steps)
+
+
+@pytest.mark.parametrize("backend", WRITTEN_OUT)
+@pytest.mark.parametrize("name", CONFIGS)
+def test_the_loss_curves_agree(name, backend):
+    got, want = curve(name, backend), curve(name, "torch")
+    assert want[-5:].mean() < 0.9 * want[0]  # it learns, so that a step too small or too large would show
+    assert (got - want).abs().max() < 1e-3
+
+
+@pytest.mark.parametrize("backend", WRITTEN_OUT)
+def test_gradients_that_are_not_divided_by_the_batch_size_would_show(monkeypatch, backend):
+    """The mistake itself, in the other backend: gradients summed over the batch instead of averaged."""
+    config, train = CONFIGS["one"], digits().train
+    got = losses(TrainConfig(**{**config.to_json(), "backend": backend}), train, 20)
+    right = kernels.softmax_cross_entropy
+
+    def summed(logits, labels):
+        each, gradient = right(logits, labels)
+        return each, gradient * len(labels)
+
+    monkeypatch.setattr(kernels, "softmax_cross_entropy", summed)
+    assert not (got - losses(config, train, 20)).abs().max() < 1e-3
+
+
+def tiny(hidden: tuple[int, ...]) -> tuple[MLP, torch.Tensor, torch.Tensor]:
+    """A net of few weights, and a batch of 5 (no multiple of what the C code takes at once)."""
+    generator = torch.Generator().manual_seed(1)
+    x = torch.randn(5, 7, generator=generator)
+    return MLP((7, *hidden, 4), seed=2), x, torch.randint(0, 4, (5,), generator=generator)
+
+
+def finite_differences(parameters: list[np.ndarray], x: np.ndarray, labels: np.ndarray) -> list[np.ndarray]:
+    """The gradient by central differences in float64 of a forward pass that shares no code with the backends."""
+
+    def loss() -> float:
+        y = x
+        for number in range(0, len(parameters), 2):
+            if number:
+                y = np.where(y > 0, y, 0.0)
+            y = np.einsum("mk,nk->mn", y, parameters[number]) + parameters[number + 1]
+        each = [math.log(sum(math.exp(z) for z in row)) - row[label] for row, label in zip(y, labels, strict=True)]
+        return sum(each) / len(each)
+
+    found, step = [], 1e-6
+    for parameter in parameters:
+        gradient = np.empty_like(parameter)
+        for index in np.ndindex(parameter.shape):
+            kept = parameter[index]
+            parameter[index] = kept + step
+            above = loss()
+            parameter[index] = kept - step
+            gradient[index] = (above - loss()) / (2 * step)
+            parameter[index] = kept
+        found.append(gradient)
+    return found
+
+
+@pytest.mark.parametrize("hidden", [(), (6,), (6, 5, 3)])
+def test_gradients_are_those_of_finite_differences(hidden):
+    model, x, labels = tiny(hidden)
+    exact = [parameter.detach().double().numpy() for parameter in model.parameters()]
+    expected = finite_differences(exact, x.double().numpy(), labels.numpy())
+    loss, by_numpy = numpy_backend.gradients(exact, x.double().numpy(), labels.numpy())
+    in_c = c_backend.CBackend(model, TrainConfig(), {}, {})
+    assert in_c.backward(x, labels) == pytest.approx(loss, rel=1e-5)
+    for want, first, second in zip(expected, by_numpy, in_c.gradients, strict=True):
+        assert np.abs(want).max() > 1e-3
+        np.testing.assert_allclose(first, want, rtol=0, atol=1e-8)
+        np.testing.assert_allclose(second.numpy(), want, rtol=0, atol=2e-6)
+
+
+@pytest.mark.parametrize("backend", WRITTEN_OUT)
+def test_going_on_from_an_epoch_gives_the_same_bits(backend):
+    config = TrainConfig(hidden=(16,), epochs=3, lr=0.02, momentum=0.9, weight_decay=0.01, backend=backend)
+    dataset, saved = fewer(150), {}
+    whole = MLP((784, 16, 10), seed=2)
+    fit(whole, dataset, config, on_epoch=lambda end: saved.update({end.epoch: copy.deepcopy(end)}))
+    end = saved[1]
+    fit(end.model, dataset, config, start_epoch=1, state=FitState(end.momentum, end.metrics))
+    assert all(torch.equal(a, b) for a, b in zip(end.model.parameters(), whole.parameters(), strict=True))
+
+
+@pytest.mark.parametrize("backend", WRITTEN_OUT)
+@pytest.mark.parametrize("momentum", [0.0, 0.9])
+def test_masked_weights_stay_exactly_zero(backend, momentum):
+    masks = {"fc1": torch.rand((784, 16), generator=torch.Generator().manual_seed(0)).t() < 0.1}  # a strided view
+    settings = {"hidden": (16,), "epochs": 1, "lr": 0.02, "momentum": momentum, "weight_decay": 0.1}
+    models, ends = {}, []
+    for name in (backend, "torch"):
+        models[name] = MLP((784, 16, 10), seed=5)
+        config = TrainConfig(**settings, backend=name)
+        fit(models[name], fewer(150), config, masks=masks, on_epoch=ends.append)
+    assert (models[backend].fc1.weight[~masks["fc1"]] == 0).all()
+    assert (models[backend].fc1.weight[masks["fc1"]] != 0).all()
+    torch.testing.assert_close(models[backend].state_dict(), models["torch"].state_dict(), rtol=1e-4, atol=1e-6)
+    if momentum:
+        assert (ends[0].momentum["fc1.weight"][~masks["fc1"]] == 0).all()
+        torch.testing.assert_close(ends[0].momentum, ends[1].momentum, rtol=1e-3, atol=1e-6)
+
+
+@pytest.mark.parametrize("backend", WRITTEN_OUT)
+def test_a_loss_that_is_not_finite_names_the_step(backend):
+    config = TrainConfig(hidden=(16,), epochs=1, batch_size=1, lr=1e30, backend=backend)
+    with pytest.raises(UserError, match=r"the loss is (nan|inf) at step [1-9]\d* of 150"):
+        fit(MLP((784, 16, 10)), fewer(150), config)
+
+
+@pytest.mark.parametrize("backend", WRITTEN_OUT)
+def test_nan_in_one_weight_reaches_the_loss(backend):
+    for layer in ("fc1", "fc2"):
+        model = MLP((784, 16, 10))
+        with torch.no_grad():
+            getattr(model, layer).weight[3] = math.nan
+        batch = digits().train
+        config = TrainConfig(hidden=(16,), backend=backend)
+        assert math.isnan(backends.make(model, config, {}, {}).step(batch.images[:9], batch.labels[:9], 0.1)), layer
+
+
+def test_a_model_elsewhere_than_on_the_cpu_is_refused():
+    with pytest.raises(ValueError, match="on the CPU"):
+        backends.make(MLP((784, 10)).to("meta"), TrainConfig(backend="numpy"), {}, {})
+
+
+class TestCompiling:
+    @pytest.fixture(autouse=True)
+    def own_cache(self, tmp_path, monkeypatch):
+        monkeypatch.setenv("QSPARSE_CACHE", str(tmp_path / "cache"))
+
+    def test_without_a_compiler_the_package_is_named(self, tmp_path, monkeypatch):
+        monkeypatch.setenv("PATH", str(tmp_path))
+        monkeypatch.delenv("CC", raising=False)
+        with pytest.raises(UserError, match=r"no cc or gcc or clang on the path: .*`apt install gcc libc6-dev`"):
+            c_backend.load()
+
+    def test_a_compiler_that_fails_is_quoted_and_leaves_nothing(self, tmp_path, monkeypatch):
+        broken = tmp_path / "broken-cc"
+        broken.write_text("#!/bin/sh\necho no such header >&2\nexit 1\n")
+        broken.chmod(0o755)
+        monkeypatch.setenv("CC", str(broken))
+        with pytest.raises(UserError, match="broken-cc cannot compile --backend c: no such header"):
+            c_backend.load()
+        assert list(c_backend.library_path().parent.iterdir()) == []
+
+    def test_a_cache_that_cannot_be_written_is_named(self, tmp_path, monkeypatch):
+        (tmp_path / "file").touch()
+        monkeypatch.setenv("QSPARSE_CACHE", str(tmp_path / "file"))
+        with pytest.raises(UserError, match="QSPARSE_CACHE can name another place"):
+            c_backend.load()
+
+    def test_it_is_compiled_once_and_a_damaged_library_again(self, monkeypatch):
+        path = c_backend.library_path()
+        path.parent.mkdir(parents=True)
+        path.write_bytes(b"half a file")
+        c_backend.load()
+        assert path.stat().st_size > 1000
+        c_backend._load.cache_clear()
+        monkeypatch.setattr(c_backend, "_compile", lambda path: pytest.fail("compiled again"))
+        c_backend.load()
+        assert [each.name for each in path.parent.iterdir()] == [path.name]
+
+    def test_another_source_or_cpu_is_another_library(self, tmp_path, monkeypatch):
+        names = {c_backend.library_path().name}
+        monkeypatch.setattr(c_backend, "_cpu", lambda: "another")
+        names.add(c_backend.library_path().name)
+        monkeypatch.setattr(c_backend, "SOURCE", tmp_path / "mlp.c")
+        c_backend.SOURCE.write_text("int x;")
+        names.add(c_backend.library_path().name)
+        assert len(names) == 3
