@@ -12,7 +12,9 @@ if TYPE_CHECKING:
 
     import torch
 
+    from qsparse.data import Dataset
     from qsparse.models import MLP
+    from qsparse.sparse import SparseConfig
 
 __version__ = "0.1.0"
 __all__ = ["__version__", "load", "quantize", "sparsify"]
@@ -36,11 +38,21 @@ def quantize(model: MLP, dtype: str) -> MLP:
     return quant.quantize(model, dtype)
 
 
-def sparsify(model: MLP, masks: dict[str, torch.Tensor], format: str = "csr") -> MLP:
-    """Return a copy of `model` that stores only the weights that `masks` keep (see `qsparse.sparse.sparsify`).
+def sparsify(
+    model: MLP,
+    masks: dict[str, torch.Tensor] | SparseConfig,
+    data: Dataset | str | None = None,
+    format: str = "csr",
+) -> MLP:
+    """Return a copy of `model` that stores only the weights that stay (see `qsparse.sparse`).
 
-    `masks` maps a layer's name to a bool tensor (N, K), True where the weight stays; `format` is "csr" or "coo".
+    `masks` maps a layer's name to a bool tensor (N, K), True where the weight stays; `format` is "csr" or "coo", and
+    may come third. Or `masks` is a `qsparse.sparse.SparseConfig`, which names the format too, and `data` the data set
+    whose training images its pruner looks at (wanda, snip and sparsegpt need it).
     """
     from qsparse import sparse
 
-    return sparse.sparsify(model, masks, format)
+    if isinstance(masks, sparse.SparseConfig):
+        pruned, chosen = sparse.prune(model, masks, data)
+        return sparse.sparsify(pruned, chosen, masks.format)
+    return sparse.sparsify(model, masks, data if isinstance(data, str) else format)

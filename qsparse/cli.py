@@ -84,8 +84,22 @@ class Format(enum.StrEnum):
     coo = "coo"
 
 
-def _density(value: float) -> float:
-    if not 0 < value <= 1:
+class Pruner(enum.StrEnum):
+    magnitude = "magnitude"
+    random = "random"
+    wanda = "wanda"
+    snip = "snip"
+    sparsegpt = "sparsegpt"
+
+
+class Distribution(enum.StrEnum):
+    global_ = "global"
+    uniform = "uniform"
+    erk = "erk"
+
+
+def _density(value: float | None) -> float | None:
+    if value is not None and not 0 < value <= 1:
         raise typer.BadParameter(f"{value} is outside (0, 1]: 0.1 keeps a tenth of the weights, 1 keeps all")
     return value
 
@@ -222,23 +236,52 @@ def quantize(
 @app.command()
 def sparsify(
     density: Annotated[
-        float, typer.Option(callback=_density, help="Fraction of the weights that stays, above 0 and at most 1.")
-    ],
+        float | None,
+        typer.Option(
+            callback=_density,
+            show_default=False,
+            help="Fraction of the weights that stays, above 0 and at most 1.",
+        ),
+    ] = None,
     run: RunArgument = None,
+    pattern: Annotated[
+        str | None,
+        typer.Option(
+            metavar="N:M", show_default=False, help="Instead of --density: N of each M weights of a row stay, as 2:4."
+        ),
+    ] = None,
+    pruner: Annotated[
+        Pruner, typer.Option(help="What ranks the weights; wanda, snip and sparsegpt look at training images.")
+    ] = Pruner.magnitude,
+    distribution: Annotated[
+        Distribution | None,
+        typer.Option(
+            show_default="global, of wanda and sparsegpt uniform",
+            help="How many weights each layer keeps: by one ranking, the same fraction, or Erdős-Rényi-kernel.",
+        ),
+    ] = None,
+    min_density: Annotated[float, typer.Option(help="Fraction of its weights that each layer keeps at least.")] = 0.0,
+    samples: Annotated[
+        int | None, typer.Option(min=1, show_default="2048", help="Training images that the pruner looks at.")
+    ] = None,
+    seed: Annotated[
+        int | None, typer.Option(min=0, show_default="the run's", help="Of random, and of the choice of images.")
+    ] = None,
     format: Annotated[Format, typer.Option(help="How the weights that stay are stored.")] = Format.csr,
     finetune_epochs: Annotated[
         int, typer.Option(min=0, help="Epochs of training after pruning, the pruned weights held at zero.")
     ] = 0,
     lr: Annotated[
         float | None, typer.Option(show_default="the run's", help="First learning rate of the fine-tuning.")
-        "backend": backend.value if backend else None,
     ] = None,
     device: DeviceOption = Device.auto,
     as_json: JsonOption = False,
 ) -> None:
-    """Prune a run, and measure it beside the baseline. Only its largest weights are stored and computed."""
+    """Prune a run, and measure it beside the baseline. Only the weights that stay are stored and computed."""
     if lr is not None and not finetune_epochs:
         raise UserError("--lr is of the fine-tuning: give --finetune-epochs too")
+    if (density is None) == (pattern is None):
+        raise UserError("give one of --density (0.1 keeps a tenth of the weights) and --pattern (2:4)")
 
     from qsparse import compress
 
@@ -246,10 +289,16 @@ def sparsify(
         run,
         density,
         format.value,
+        pruner=pruner.value,
+        distribution=distribution.value if distribution else None,
+        min_density=min_density,
+        pattern=pattern,
+        seed=seed,
         finetune_epochs=finetune_epochs,
         lr=lr,
         device=device.value,
         console=_console(),
+        **({} if samples is None else {"samples": samples}),
     )
     _print_compressed(compressed, as_json)
 

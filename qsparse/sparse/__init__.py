@@ -11,7 +11,6 @@ from qsparse.sparse.formats import from_coo, from_csr, to_coo, to_csr
 from qsparse.sparse.magnitude import magnitude_masks
 from qsparse.sparse.masks import EmptyLayerWarning, mask_density
 from qsparse.sparse.prune import prune
-from qsparse.sparse.sparsegpt import sparsegpt
 
 __all__ = [
     "DISTRIBUTIONS",
@@ -28,7 +27,6 @@ __all__ = [
     "parse_pattern",
     "prunable_weights",
     "prune",
-    "sparsegpt",
     "sparsify",
     "to_coo",
     "to_csr",

@@ -1,0 +1,142 @@
+import itertools
+
+import pytest
+import torch
+
+import qsparse
+from qsparse import data
+from qsparse.errors import UserError
+from qsparse.models import MLP
+from qsparse.sparse import (
+    DISTRIBUTIONS,
+    PRUNERS,
+    EmptyLayerWarning,
+    SparseConfig,
+    magnitude_masks,
+    prunable_weights,
+    prune,
+)
+from qsparse.train.config import TrainConfig
+from qsparse.train.fit import evaluate, fit
+
+SIZES = (784, 24, 10)
+TOTAL = 784 * 24 + 24 * 10
+
+
+@pytest.fixture(scope="module")
+def digits():
+    return data.load("mnist-5k")
+
+
+@pytest.fixture(scope="module")
+def trained(digits):
+    model = MLP(SIZES)
+    fit(model, digits, TrainConfig(epochs=3))
+    return model
+
+
+def kept(masks):
+    return sum(int(mask.sum()) for mask in masks.values())
+
+
+@pytest.mark.parametrize(("pruner", "distribution"), list(itertools.product(PRUNERS, DISTRIBUTIONS)))
+def test_the_asked_density_is_reached_to_the_weight(digits, trained, pruner, distribution):
+    before = {name: tensor.clone() for name, tensor in trained.state_dict().items()}
+    config = SparseConfig(0.2, pruner, distribution, min_density=0.05, samples=256)
+    pruned, masks = prune(trained, config, digits)
+    assert kept(masks) == round(0.2 * TOTAL)
+    for name, layer in pruned.layers().items():
+        assert (layer.weight[~masks[name]] == 0).all()
+        assert torch.equal(layer.bias, before[f"{name}.bias"])
+        assert int(masks[name].sum()) >= 0.05 * masks[name].numel() - 1
+        if pruner == "wanda":
+            rows = masks[name].sum(dim=1)
+            assert int(rows.max() - rows.min()) <= 1
+        if pruner != "sparsegpt":
+            assert torch.equal(layer.weight[masks[name]], before[f"{name}.weight"][masks[name]])
+    assert all(torch.equal(trained.state_dict()[name], tensor) for name, tensor in before.items())
+
+
+@pytest.mark.parametrize("pruner", PRUNERS)
+@pytest.mark.parametrize("pattern", ["2:4", "1:4", "4:8"])
+def test_patterns_hold_in_every_group(digits, trained, pruner, pattern):
+    n, m = map(int, pattern.split(":"))
+    _, masks = prune(trained, SparseConfig(pattern=pattern, pruner=pruner, samples=256), digits)
+    for mask in masks.values():
+        assert (mask.reshape(len(mask), -1, m).sum(dim=2) == n).all()
+
+
+def test_the_defaults_are_the_masks_of_before(trained):
+    _, masks = prune(trained, SparseConfig(0.1))
+    expected = magnitude_masks(prunable_weights(trained), 0.1)
+    assert all(torch.equal(masks[name], expected[name]) for name in expected)
+
+
+@pytest.mark.parametrize("pruner", PRUNERS)
+def test_one_seed_one_result(digits, trained, pruner):
+    first, again = (prune(trained, SparseConfig(0.3, pruner, samples=128, seed=3), digits)[0] for _ in range(2))
+    assert all(torch.equal(a, b) for a, b in zip(first.parameters(), again.parameters(), strict=True))
+
+
+def test_another_seed_takes_other_weights_at_random(trained):
+    masks = [prune(trained, SparseConfig(0.3, "random", seed=seed))[1]["fc1"] for seed in (0, 1)]
+    assert (masks[0] != masks[1]).any()
+
+
+@pytest.mark.parametrize("pruner", ["wanda", "snip", "sparsegpt"])
+def test_a_pruner_without_its_data_is_refused(trained, pruner):
+    with pytest.raises(UserError, match=f"{pruner} looks at training images"):
+        prune(trained, SparseConfig(0.5, pruner))
+
+
+def test_an_emptied_layer_is_named_and_min_density_saves_it(trained):
+    model = trained.replace({})
+    with torch.no_grad():
+        model.fc2.weight *= 1e-6
+    with pytest.warns(EmptyLayerWarning, match=r"layer fc2 without any of its 240 weights.*--min-density"):
+        prune(model, SparseConfig(0.1))
+    _, masks = prune(model, SparseConfig(0.1, min_density=0.05))
+    assert int(masks["fc2"].sum()) == 12
+    assert kept(masks) == round(0.1 * TOTAL)
+
+
+@pytest.mark.parametrize("pruner", PRUNERS)
+def test_pruned_weights_stay_exactly_zero_under_momentum_and_weight_decay(digits, trained, pruner):
+    pruned, masks = prune(trained, SparseConfig(0.1, pruner, samples=256), digits)
+    before = pruned.fc1.weight.detach().clone()
+    fit(pruned, digits, TrainConfig(epochs=1, momentum=0.9, weight_decay=1e-2, lr=0.05), masks=masks)
+    for name, layer in pruned.layers().items():
+        assert (layer.weight[~masks[name]] == 0).all()
+    assert (pruned.fc1.weight != before).any()
+
+
+def test_pruners_rank_as_they_should(digits, trained):
+    def accuracy(*arguments, **fields):
+        return evaluate(prune(trained, SparseConfig(*arguments, **fields), digits)[0], digits.test)[0]
+
+    dense = evaluate(trained, digits.test)[0]
+    assert accuracy(0.3, "random") < dense - 0.1
+    assert accuracy(0.3, "sparsegpt", "erk") > accuracy(0.3, "random") + 0.1
+    assert accuracy(pattern="1:4", pruner="sparsegpt") > accuracy(pattern="1:4") - 0.01
+    assert accuracy(1.0, "wanda") == dense
+
+
+def test_from_python(digits, trained):
+    config = SparseConfig(0.2, "wanda", format="coo", samples=64)
+    sparse = qsparse.sparsify(trained, config, digits)
+    pruned, masks = prune(trained, config, digits)
+    assert {layer.format for layer in sparse.layers().values()} == {"coo"}
+    assert sum(layer.nnz for layer in sparse.layers().values()) == kept(masks)
+    images = digits.test.images[:50]
+    torch.testing.assert_close(sparse(images), pruned(images), rtol=1e-4, atol=1e-4)
+
+
+def test_the_call_with_masks_keeps_working(trained):
+    masks = magnitude_masks(prunable_weights(trained), 0.2)
+    for sparse in (
+        qsparse.sparsify(trained, masks, "coo"),
+        qsparse.sparsify(trained, masks, format="coo"),
+        qsparse.sparsify(model=trained, masks=masks, format="coo"),
+    ):
+        assert sparse.fc1.format == "coo"
+    assert qsparse.sparsify(trained, masks).fc1.format == "csr"

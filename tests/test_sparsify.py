@@ -1,0 +1,121 @@
+"""A run pruned in other ways than by magnitude: variants, rows, commands."""
+
+import functools
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+import qsparse
+from qsparse import cli, compress, sparse
+from qsparse.compress import sparsify_run
+from qsparse.errors import UserError
+from qsparse.measure import measure
+from qsparse.train.config import TrainConfig
+from qsparse.train.fit import evaluate
+from qsparse.train.run import load_dataset, train
+
+
+@pytest.fixture(autouse=True)
+def in_empty_directory(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(compress, "measure", functools.partial(measure, budget_s=0.002, batches=(1,)))
+
+
+@pytest.fixture
+def run() -> Path:
+    config = TrainConfig(hidden=(32,), epochs=2, data="mnist-5k", device="cpu", momentum=0.5, weight_decay=1e-4)
+    return train(config).run
+
+
+def invoke(*arguments):
+    return CliRunner().invoke(cli.app, [str(argument) for argument in arguments])
+
+
+@pytest.mark.parametrize("pruner", ["random", "wanda", "snip", "sparsegpt"])
+def test_a_row_says_how_it_was_pruned(run, pruner):
+    result = sparsify_run(run, 0.2, pruner=pruner, distribution="erk", finetune_epochs=1, device="cpu")
+    assert result.directory == run / f"csr-0.2-{pruner}-erk-ft1"
+    row = result.rows[1]
+    assert (row["method"], row["distribution"], row["pattern"]) == (pruner, "erk", None)
+    assert (row["density_asked"], row["prune_seed"]) == (0.2, 0)
+    model = qsparse.load(result.directory)
+    assert sum(layer.nnz for layer in model.layers().values()) == round(0.2 * (784 * 32 + 32 * 10))
+    assert row["layer_density"] == {name: layer.nnz / (layer.in_features * layer.out_features)
+                                    for name, layer in model.layers().items()}  # fmt: skip
+    assert row["accuracy"] == evaluate(model, load_dataset(run).test)[0]
+    json.dumps(result.rows, allow_nan=False)
+
+
+def test_a_pattern_is_stored_as_csr_and_the_row_says_so(run):
+    result = invoke("sparsify", run, "--pattern", "2:4", "--pruner", "sparsegpt", "--device", "cpu", "--json")
+    assert result.exit_code == 0, result.stderr
+    value = json.loads(result.stdout)
+    row = value["rows"][1]
+    assert value["variant"] == "csr-2of4-sparsegpt"
+    assert (row["format"], row["pattern"], row["density"], row["density_asked"]) == ("csr", "2:4", 0.5, None)
+    stored = qsparse.load(value["saved"]).fc1
+    dense = sparse.from_csr(stored.values, stored.col_indices, stored.row_offsets, (32, 784))
+    assert int((dense.reshape(32, -1, 4) != 0).sum(dim=2).max()) <= 2
+
+
+def test_another_seed_has_another_directory(run):
+    first, second = (sparsify_run(run, 0.2, pruner="random", seed=seed, device="cpu") for seed in (1, 2))
+    assert {first.directory.name, second.directory.name} == {"csr-0.2-random-seed1", "csr-0.2-random-seed2"}
+    assert not torch.equal(
+        qsparse.load(first.directory).fc1.col_indices, qsparse.load(second.directory).fc1.col_indices
+    )
+
+
+def test_the_seed_left_out_is_the_runs():
+    run = train(TrainConfig(hidden=(8,), epochs=1, data="mnist-5k", device="cpu", seed=5)).run
+    assert sparsify_run(run, 0.2, pruner="random", device="cpu").rows[1]["prune_seed"] == 5
+
+
+def test_min_density_from_the_command_line(run):
+    options = ("--density", 0.01, "--min-density", 0.01, "--samples", 64, "--pruner", "snip", "--device", "cpu")
+    result = invoke("sparsify", run, *options, "--json")
+    assert result.exit_code == 0, result.stderr
+    row = json.loads(result.stdout)["rows"][1]
+    assert row["samples"] == 64
+    assert min(row["layer_density"].values()) >= 0.009
+
+
+def test_pruned_weights_are_not_trained_back(run):
+    pruned = qsparse.load(sparsify_run(run, 0.1, pruner="sparsegpt", device="cpu").directory)
+    tuned = qsparse.load(sparsify_run(run, 0.1, pruner="sparsegpt", finetune_epochs=1, device="cpu").directory)
+    for name, layer in tuned.layers().items():
+        assert torch.equal(layer.col_indices, pruned.layers()[name].col_indices)
+        assert (layer.values != pruned.layers()[name].values).float().mean() > 0.9
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ((), "give one of --density (0.1 keeps a tenth of the weights) and --pattern"),
+        (("--density", 0.5, "--pattern", "2:4"), "give one of"),
+        (("--pattern", "4:2"), "N:M with 1 <= N < M <= 32"),
+        (("--density", 0.1, "--min-density", 0.2), "from 0 to the density, 0.1"),
+        (("--density", 0.1, "--pruner", "obd"), "'sparsegpt'"),
+        (("--density", 0.1, "--distribution", "even"), "'erk'"),
+        (("--pattern", "2:4", "--distribution", "erk"), "give no distribution"),
+    ],
+)
+def test_mistakes_are_sentences(options, said):
+    result = invoke("sparsify", *options)
+    assert result.exit_code == 2
+    assert said in " ".join(result.stderr.replace("│", " ").split())
+
+
+def test_what_is_refused_in_python_is_refused_before_anything_is_read():
+    with pytest.raises(UserError, match="unknown pruner"):
+        sparsify_run("runs/1", 0.1, pruner="obd")
+    with pytest.raises(TypeError, match="prunner"):
+        sparsify_run("runs/1", 0.1, prunner="wanda")
+
+
+def test_the_choices_are_those_of_the_room():
+    assert tuple(cli.Pruner) == sparse.PRUNERS
+    assert tuple(cli.Distribution) == sparse.DISTRIBUTIONS
