@@ -14,6 +14,7 @@ if TYPE_CHECKING:
 
     from qsparse.data import Dataset
     from qsparse.models import MLP
+    from qsparse.quant import QuantConfig
     from qsparse.sparse import SparseConfig
 
 __version__ = "0.1.0"
@@ -31,11 +32,15 @@ def load(path: str | os.PathLike[str], device: str | torch.device = "cpu") -> ML
     return checkpoint.load(path, device)
 
 
-def quantize(model: MLP, dtype: str) -> MLP:
-    """Return a quantized copy of `model`; `dtype` is "fp16", "bf16" or "int8" (see `qsparse.quant.quantize`)."""
+def quantize(model: MLP, config: str | QuantConfig, calibration_data: torch.Tensor | None = None) -> MLP:
+    """Return a quantized copy of `model` (see `qsparse.quant.quantize`).
+
+    `config` is a `qsparse.quant.QuantConfig`, or a dtype alone: "fp16", "bf16" or "int8". `calibration_data`, images
+    (S, K) that are not of the test split, are needed where `config` measures ranges.
+    """
     from qsparse import quant
 
-    return quant.quantize(model, dtype)
+    return quant.quantize(model, config, calibration_data)
 
 
 def sparsify(

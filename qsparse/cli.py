@@ -77,6 +77,38 @@ class Dtype(enum.StrEnum):
     fp16 = "fp16"
     bf16 = "bf16"
     int8 = "int8"
+    int2 = "int2"
+    int3 = "int3"
+    int4 = "int4"
+    int5 = "int5"
+    int6 = "int6"
+    int7 = "int7"
+    int2wo = "int2wo"
+    int3wo = "int3wo"
+    int4wo = "int4wo"
+    int5wo = "int5wo"
+    int6wo = "int6wo"
+    int7wo = "int7wo"
+    int8wo = "int8wo"
+
+
+class Activations(enum.StrEnum):
+    dynamic = "dynamic"
+    static = "static"
+
+
+class Calibration(enum.StrEnum):
+    minmax = "minmax"
+    percentile = "percentile"
+    mse = "mse"
+    entropy = "entropy"
+    fixed = "fixed"
+
+
+class Granularity(enum.StrEnum):
+    tensor = "tensor"
+    channel = "channel"
+    group = "group"
 
 
 class Format(enum.StrEnum):
@@ -222,15 +254,59 @@ def train(
 
 @app.command()
 def quantize(
-    dtype: Annotated[Dtype, typer.Option(help="int8 quantizes weights and activations.")],
+    dtype: Annotated[
+        Dtype,
+        typer.Option(
+            metavar="fp16|bf16|int8|intB|intBwo",
+            help="int8 quantizes weights and activations. With --simulate also intB, and intBwo (weights only), "
+            "of B = 2 to 8 bits.",
+        ),
+    ],
     run: RunArgument = None,
+    activations: Annotated[
+        Activations, typer.Option(help="A scale for each row when it arrives, or one for the layer, calibrated.")
+    ] = Activations.dynamic,
+    calibration: Annotated[
+        Calibration | None, typer.Option(show_default=False, help="How the range of static activations is found.")
+    ] = None,
+    range: Annotated[
+        tuple[float, float] | None,
+        typer.Option(metavar="LO HI", show_default=False, help="The range of --calibration fixed."),
+    ] = None,
+    calibration_samples: Annotated[
+        int, typer.Option(min=1, help="Images of the validation split that calibration looks at.")
+    ] = 1024,
+    percentile: Annotated[float, typer.Option(help="Percent of all |x| that --calibration percentile holds.")] = 99.99,
+    granularity: Annotated[
+        Granularity, typer.Option(help="What of the weights shares a scale; group needs --simulate.")
+    ] = Granularity.channel,
+    group: Annotated[int, typer.Option(min=1, help="Inputs in a group; the last may be short.")] = 64,
+    asymmetric: Annotated[
+        bool, typer.Option("--asymmetric", help="Ranges with a zero point; needs --simulate.")
+    ] = False,
+    simulate: Annotated[
+        bool, typer.Option("--simulate", help="Round in float32: accuracy alone, no time and no bytes.")
+    ] = False,
     device: DeviceOption = Device.auto,
     as_json: JsonOption = False,
 ) -> None:
     """Quantize a run, and measure it beside the baseline. It is stored and computed in fewer bits."""
     from qsparse import compress
+    from qsparse.quant import QuantConfig
 
-    _print_compressed(compress.quantize_run(run, dtype.value, device=device.value, console=_console()), as_json)
+    config = QuantConfig(
+        dtype=dtype.value,
+        activations=activations.value,
+        calibration=calibration.value if calibration else None,
+        range=range,
+        calibration_samples=calibration_samples,
+        percentile=percentile,
+        granularity=granularity.value,
+        group=group,
+        symmetric=not asymmetric,
+        simulate=simulate,
+    )
+    _print_compressed(compress.quantize_run(run, config, device=device.value, console=_console()), as_json)
 
 
 @app.command()

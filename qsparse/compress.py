@@ -20,7 +20,7 @@ from qsparse.device import resolve_device
 from qsparse.errors import UserError
 from qsparse.measure import PeerWarning, measure
 from qsparse.models import MLP
-from qsparse.quant import DTYPES, quantize
+from qsparse.quant import CalibrationWarning, QuantConfig, quantize
 from qsparse.sparse import EmptyLayerWarning, SparseConfig, mask_density, prune, sparsify
 from qsparse.train.config import TrainConfig
 from qsparse.train.fit import fit
@@ -32,31 +32,37 @@ BASELINE = "baseline"
 
 @dataclass(frozen=True)
 class Compressed:
-    """A compressed variant of a run: where it was saved, and the rows of its measurement (the baseline's first)."""
+    """A compressed variant of a run: where it was saved (None: a simulation has nothing to store), and the rows
+    of its measurement (the baseline's first)."""
 
     run: Path
     variant: str
-    directory: Path
+    directory: Path | None
     rows: list[dict[str, Any]]
 
     def to_json(self) -> dict[str, Any]:
         """Return what `qsparse quantize --json` and `qsparse sparsify --json` print."""
-        return {"run": str(self.run), "variant": self.variant, "saved": str(self.directory), "rows": self.rows}
+        saved = None if self.directory is None else str(self.directory)
+        return {"run": str(self.run), "variant": self.variant, "saved": saved, "rows": self.rows}
 
 
 def quantize_run(
-    run: str | Path | None, dtype: str, *, device: str = "auto", console: Console | None = None
+    run: str | Path | None, config: str | QuantConfig, *, device: str = "auto", console: Console | None = None
 ) -> Compressed:
-    """Quantize a run's model to `dtype` (fp16, bf16 or int8), save it as RUN/<dtype>, measure it beside the baseline,
-    and append the rows to the run's rows.jsonl.
+    """Quantize a run's model as `config` says (a dtype alone: fp16, bf16 or int8), save it as RUN/<variant>, measure it
+    beside the baseline, and append the rows to the run's rows.jsonl. A simulation is measured and not saved.
 
-    run: the run directory; None for the newest. device: auto, cpu or cuda. console: where progress goes.
-    Raises UserError for an unknown dtype, a run that is not there or not done, and as `checkpoint.load` and `measure`.
+    run: the run directory; None for the newest. device: auto, cpu or cuda. console: where progress goes. Calibration
+    looks at images of the validation split.
+    Raises UserError for an unknown dtype, a run that is not there or not done, calibration without a validation split,
+    and as `checkpoint.load`, `quantize` and `measure`.
     """
-    if dtype not in DTYPES:
-        raise UserError(f"unknown dtype {dtype!r}: choose one of {', '.join(DTYPES)}")
+    if isinstance(config, str):
+        config = QuantConfig(config)
     source = _open(run, device, console)
-    return _save_and_measure(source, dtype, quantize(source.model, dtype), {})
+    with _aloud(source, CalibrationWarning):
+        model = quantize(source.model, config, source.dataset.validation.images if config.needs_data else None)
+    return _save_and_measure(source, config.variant, model, config.fields(), save=not config.simulate)
 
 
 def sparsify_run(
@@ -133,7 +139,7 @@ def _open(run: str | Path | None, device: str, console: Console | None) -> _Sour
         raise UserError(checkpoint.unfinished(run))
     checkpoint.require_writable(run)
     target = resolve_device(device, partial(say, console))
-    config = dataclasses.replace(read_train_config(run), backend="auto")  # fine-tuning goes through the layers, on any device
+    config = dataclasses.replace(read_train_config(run), backend="auto")  # fine-tuning goes through the layers
     model = checkpoint.load(run, target)
     dataset = load_dataset(run, console)
     return _Source(run, config, model, dataset.to(target), target, console)
@@ -158,12 +164,20 @@ def _finetune(source: _Source, model: MLP, masks: dict[str, torch.Tensor], confi
         fit(model, source.dataset, config, masks=masks, on_epoch=display.epoch_end, progress=display.progress)
 
 
-def _save_and_measure(source: _Source, variant: str, model: MLP, details: dict[str, Any]) -> Compressed:
+def _save_and_measure(
+    source: _Source, variant: str, model: MLP, details: dict[str, Any], *, save: bool = True
+) -> Compressed:
     """Save the model first, so that the row's file bytes are the file's."""
-    directory = source.run / variant
-    file = checkpoint.save_model(directory, model, {"run": str(source.run), "variant": variant, **details})
-    source.say(f"{directory}: saved; measuring it beside the baseline (some seconds) ...")
     seed = source.config.seed
+    facts = {BASELINE: {"file_bytes": (source.run / checkpoint.MODEL).stat().st_size, "seed": seed}}
+    facts[variant] = {"seed": seed, **details}
+    directory = None
+    if save:
+        directory = source.run / variant
+        file = checkpoint.save_model(directory, model, {"run": str(source.run), "variant": variant, **details})
+        facts[variant]["file_bytes"] = file.stat().st_size
+    done = f"{directory}: saved" if save else f"{variant}: simulated, so without a time"
+    source.say(f"{done}; measuring it beside the baseline (some seconds) ...")
     with _aloud(source, PeerWarning):
         rows = measure(
             {BASELINE: source.model, variant: model},
@@ -171,10 +185,7 @@ def _save_and_measure(source: _Source, variant: str, model: MLP, details: dict[s
             baseline=BASELINE,
             device=source.device,
             run=str(source.run),
-            details={
-                BASELINE: {"file_bytes": (source.run / checkpoint.MODEL).stat().st_size, "seed": seed},
-                variant: {"file_bytes": file.stat().st_size, "seed": seed, **details},
-            },
+            details=facts,
         )
     checkpoint.append_rows(source.run, rows)
     return Compressed(source.run, variant, directory, rows)

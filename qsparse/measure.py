@@ -30,6 +30,11 @@ _CHUNK = 10_000
 # rounding: ‖out - ref‖ <= tolerance * ‖ref‖, in the worst row (of small outputs: against the mean row).
 _TOLERANCE = {torch.float32: 1e-3, torch.float16: 2e-2, torch.bfloat16: 2e-2}
 
+_OF_WHAT_RAN = (
+    *("latency_us", "latency_us_p10", "latency_us_p90", "repetitions", "speedup"),
+    *("weight_bytes", "weight_ratio", "file_bytes", "peak_bytes", "timer", "l2"),
+)
+
 
 class PeerWarning(UserWarning):
     """A library peer gave outputs that are NaN or Inf (float16 overflows where float32 does not), so it has no row."""
@@ -72,8 +77,9 @@ def measure(
         latency_us_p10, latency_us_p90 (batch as a string -> microseconds: median and percentiles), repetitions (batch
         -> count), speedup (batch -> baseline's latency / this latency), weight_bytes (all stored tensors),
         weight_ratio (to the baseline's), file_bytes, peak_bytes (device memory during inference of 10,000 images, its
-        weights and input included; null on the CPU), kernel, device, simulated (false: what ran is what is reported),
-        seed, date (UTC), commit, timer, l2, gpu, cpu, threads, torch, cuda. What does not apply is null.
+        weights and input included; null on the CPU), kernel, device, simulated (false: what ran is what is reported;
+        true: rounded numbers in float32, so times and bytes are null), seed, date (UTC), commit, timer, l2, gpu, cpu,
+        threads, torch, cuda. What does not apply is null.
 
     Warns:
         PeerWarning: a peer's outputs are not finite; it gets no row, and the others do.
@@ -92,6 +98,7 @@ def measure(
     if peers:
         modules |= _torch_peers(models[baseline], device, compiled_peers)
     dtypes = {name: _input_dtype(module) for name, module in modules.items()}
+    simulated = {name for name, module in modules.items() if _is_simulated(module)}
 
     with torch.inference_mode():
         images, labels = test.images.to(device), test.labels.to(device)
@@ -105,10 +112,11 @@ def measure(
                     raise
                 warnings.warn(str(error), PeerWarning, stacklevel=2)
                 del modules[name]
-        peak_bytes = {name: _peak_bytes(module, inputs[dtypes[name]][:_CHUNK]) for name, module in modules.items()}
+        timed = {name: module for name, module in modules.items() if name not in simulated}
+        peak_bytes = {name: _peak_bytes(module, inputs[dtypes[name]][:_CHUNK]) for name, module in timed.items()}
         times: dict[str, dict[str, list[float]]] = {name: {} for name in modules}
         for batch in batches:
-            for name, samples in _time(modules, dtypes, inputs, logits, batch, device, budget_s).items():
+            for name, samples in _time(timed, dtypes, inputs, logits, batch, device, budget_s).items():
                 times[name][str(batch)] = samples
     predictions = {name: out.argmax(dim=1) for name, out in logits.items()}
     baseline_correct = int((predictions[baseline] == labels).sum())
@@ -137,12 +145,14 @@ def measure(
             "weight_bytes": _stored_bytes(module),
             "weight_ratio": _stored_bytes(module) / _stored_bytes(modules[baseline]),
             "file_bytes": None,
-            "peak_bytes": peak_bytes[name],
+            "peak_bytes": peak_bytes.get(name),
             "device": device.type,
-            "simulated": False,
+            "simulated": name in simulated,
             "seed": None,
             **where,
         }
+        if name in simulated:  # what ran is not what would be stored and computed
+            row |= dict.fromkeys(_OF_WHAT_RAN)
         if name in models:
             row |= details.get(name, {})
         else:
@@ -189,6 +199,10 @@ def _input_dtype(module: torch.nn.Module) -> torch.dtype:
     return module.input_dtype if isinstance(module, MLP) else next(module.parameters()).dtype
 
 
+def _is_simulated(module: torch.nn.Module) -> bool:
+    return any(getattr(part, "simulated", False) for part in module.modules())
+
+
 def _stored_bytes(module: torch.nn.Module) -> int:
     """Bytes of all stored tensors: values, indices, scales, biases."""
     return sum(tensor.numel() * tensor.element_size() for tensor in module.state_dict().values())
@@ -207,7 +221,7 @@ def _description(module: torch.nn.Module) -> dict:
     return {
         "sizes": [layers[0].in_features, *(layer.out_features for layer in layers)],
         "dtype": _joined(_dtype_name(layer) for layer in layers),
-        "activations": "dynamic" if quantized else None,
+        "activations": _joined(layer.activations for layer in quantized) if quantized else None,
         "granularity": "channel" if quantized else None,
         "calibration": None,
         "method": "absmax" if quantized else None,

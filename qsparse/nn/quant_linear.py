@@ -1,4 +1,4 @@
-"""The int8 layer (W8A8): weights quantized per output channel, activations per row when they arrive."""
+"""The int8 layer (W8A8): weights quantized per output channel, activations when they arrive."""
 
 from __future__ import annotations
 
@@ -12,35 +12,54 @@ from qsparse.nn._common import by_rows, check_activation
 class QuantLinear(torch.nn.Module):
     """``y = act(x @ W.T + bias)`` in int8, for inference.
 
-    ``weight (N, K)`` int8 and ``weight_scale (N,)`` float32 stand for ``W = weight_scale[:, None] * weight``. Each row
-    of ``x (..., K)`` (float32, float16 or bfloat16) gets its own scale; the product is exact in integers, and the
-    output is float32.
+    ``weight (N, K)`` int8 and ``weight_scale (N,)`` float32 stand for ``W = weight_scale[:, None] * weight``. Of
+    ``x (..., K)`` (float32, float16 or bfloat16) each row gets its own scale (``activations="dynamic"``), or all have
+    ``input_scale (1,)`` float32 ("static"): then what lies beyond 127 scales is clipped. A row that holds NaN or Inf
+    gives NaN. The product is exact in integers, and the output is float32.
     """
 
-    activations = "dynamic"
-
-    def __init__(self, in_features: int, out_features: int, bias: bool = True, activation: str | None = None):
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        bias: bool = True,
+        activation: str | None = None,
+        activations: str = "dynamic",
+    ):
         check_activation(activation)
+        if activations not in ("dynamic", "static"):
+            raise ValueError(f'activations must be "dynamic" or "static", got {activations!r}')
         super().__init__()
         self.in_features, self.out_features, self.activation = in_features, out_features, activation
         self.register_buffer("weight", torch.zeros(out_features, in_features, dtype=torch.int8))
         self.register_buffer("weight_scale", torch.ones(out_features))
         self.register_buffer("bias", torch.zeros(out_features) if bias else None)
+        self.register_buffer("input_scale", torch.ones(1) if activations == "static" else None)
 
     @classmethod
     def from_linear(cls, linear) -> QuantLinear:
         """Quantize a dense layer's weights; its bias stays float32. The dense layer is not changed."""
-        layer = cls(linear.in_features, linear.out_features, linear.bias is not None, linear.activation)
-        layer.weight, layer.weight_scale = kernels.quantize_rows(linear.weight.detach())
-        if linear.bias is not None:
-            layer.bias = linear.bias.detach().float().clone()
+        return cls.from_integers(*kernels.quantize_rows(linear.weight.detach()), linear.bias, linear.activation)
+
+    @classmethod
+    def from_integers(cls, weight, weight_scale, bias=None, activation=None, input_scale=None) -> QuantLinear:
+        """A layer of weights quantized already: int8 (N, K) with scales (N,), bias (N,), and ``input_scale (1,)``."""
+        n, k = weight.shape
+        layer = cls(k, n, bias is not None, activation, "dynamic" if input_scale is None else "static")
+        layer.weight, layer.weight_scale, layer.input_scale = weight, weight_scale, input_scale
+        if bias is not None:
+            layer.bias = bias.detach().float().clone()
         return layer
+
+    @property
+    def activations(self) -> str:
+        return "dynamic" if self.input_scale is None else "static"
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return by_rows(x, self._rows)
 
     def _rows(self, x: torch.Tensor) -> torch.Tensor:
-        q, scale = kernels.quantize_rows(x)
+        q, scale = kernels.quantize_rows(x) if self.input_scale is None else _quantize(x, self.input_scale)
         relu = self.activation == "relu"
         return kernels.gemm_int8(q, self.weight, scale, self.weight_scale, self.bias, relu=relu)
 
@@ -54,8 +73,16 @@ class QuantLinear(torch.nn.Module):
             "out_features": self.out_features,
             "bias": self.bias is not None,
             "activation": self.activation,
+            "activations": self.activations,
         }
 
     @classmethod
     def from_description(cls, options: dict) -> QuantLinear:
         return cls(**options)
+
+
+def _quantize(x: torch.Tensor, scale: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """``clamp(rint(x / scale), -127, 127)`` of x (M, K), and the scale of each row: NaN where it holds NaN or Inf."""
+    x = x.float()
+    q = (x / scale).round_().clamp_(-127, 127)  # a true division; torch.round breaks ties to even
+    return q.nan_to_num_(0).to(torch.int8), scale + 0 * x.sum(dim=1)

