@@ -130,6 +130,13 @@ class Distribution(enum.StrEnum):
     erk = "erk"
 
 
+class ValueDtype(enum.StrEnum):
+    float32 = "float32"
+    float16 = "float16"
+    bfloat16 = "bfloat16"
+    int8 = "int8"
+
+
 def _density(value: float | None) -> float | None:
     if value is not None and not 0 < value <= 1:
         raise typer.BadParameter(f"{value} is outside (0, 1]: 0.1 keeps a tenth of the weights, 1 keeps all")
@@ -188,6 +195,13 @@ def train(
             show_default="auto", help="auto takes the GPU when there is one and CuPy is installed, else the CPU."
         ),
     ] = None,
+    backend: Annotated[
+        Backend | None,
+        typer.Option(
+            show_default="auto",
+            help="PyTorch, NumPy or C on the CPU, our kernels (cuda) on a GPU; auto is cuda on a GPU, else torch.",
+        ),
+    ] = None,
     data: Annotated[
         str | None,
         typer.Option(
@@ -224,6 +238,7 @@ def train(
         "weight_decay": weight_decay,
         "seed": seed,
         "device": device.value if device else None,
+        "backend": backend.value if backend else None,
         "data": data,
         "validation": validation,
     }
@@ -234,13 +249,6 @@ def train(
 
     from qsparse.train import run
 
-    backend: Annotated[
-        Backend | None,
-        typer.Option(
-            show_default="auto",
-            help="PyTorch, NumPy or C on the CPU, our kernels (cuda) on a GPU; auto is cuda on a GPU, else torch.",
-        ),
-    ] = None,
     console = _console()
     if resume:
         trained = run.resume(given, out=out, console=console)
@@ -377,6 +385,25 @@ def sparsify(
         **({} if samples is None else {"samples": samples}),
     )
     _print_compressed(compressed, as_json)
+
+
+@app.command()
+def formats(
+    shape: Annotated[str, typer.Option(metavar="SIZE[,SIZE[,SIZE]]", help="Of the array: 1 to 3 sizes.")] = "256,784",
+    density: Annotated[
+        float, typer.Option(callback=_density, help="Fraction of the entries that is stored, above 0 and at most 1.")
+    ] = 0.1,
+    dtype: Annotated[ValueDtype, typer.Option(help="Of the values; indices are int32.")] = ValueDtype.float32,
+    as_json: JsonOption = False,
+) -> None:
+    """Show what an array takes in each format. The densities below which they beat the dense array, too."""
+    from qsparse.report.sizes import show_sizes
+    from qsparse.sparse.compare import compare, parse_shape
+
+    comparison = compare(parse_shape(shape), density, dtype.value)
+    show_sizes(comparison, _text(as_json))
+    if as_json:
+        _print_json(comparison.to_json())
 
 
 @app.command()

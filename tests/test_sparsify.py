@@ -13,6 +13,7 @@ from qsparse import cli, compress, sparse
 from qsparse.compress import sparsify_run
 from qsparse.errors import UserError
 from qsparse.measure import measure
+from qsparse.sparse import compare
 from qsparse.train.config import TrainConfig
 from qsparse.train.fit import evaluate
 from qsparse.train.run import load_dataset, train
@@ -119,3 +120,17 @@ def test_what_is_refused_in_python_is_refused_before_anything_is_read():
 def test_the_choices_are_those_of_the_room():
     assert tuple(cli.Pruner) == sparse.PRUNERS
     assert tuple(cli.Distribution) == sparse.DISTRIBUTIONS
+
+
+def test_formats_are_compared():
+    result = invoke("formats", "--shape", "1000", "--density", 0.2, "--dtype", "float16", "--json")
+    assert result.exit_code == 0, result.stderr
+    value = json.loads(result.stdout)
+    assert {size["format"]: size["bytes"] for size in value["sizes"]} == {
+        "dense": 2000, "coo": 1200, "bitmap": 525, "2:4": 1125
+    }  # fmt: skip
+    assert "break-even" in result.stderr
+    assert "256 x 784 float32, density 0.1" in invoke("formats").stdout
+    assert tuple(cli.ValueDtype) == compare.DTYPES
+    for options in (("--shape", "a"), ("--density", 0), ("--dtype", "int4"), ("--shape", "0")):
+        assert invoke("formats", *options).exit_code == 2

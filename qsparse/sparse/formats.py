@@ -1,4 +1,4 @@
-"""Sparse storage: a dense matrix and its mask <-> CSR and COO.
+"""Sparse storage: a dense matrix and its mask <-> CSR and COO; an array of any dimensions <-> coordinates and bitmap.
 
 A weight is stored where the mask is True, even if its value is zero, and nowhere else, even if its value is not: the
 mask is the structure. Entries come row by row, columns ascending. Indices are int32, values keep the matrix's dtype,
@@ -7,11 +7,19 @@ everything stays on its device.
     CSR  values (nnz,), col_indices (nnz,), row_offsets (N + 1,): row i is entries row_offsets[i] to row_offsets[i + 1]
     COO  values (nnz,), rows (nnz,), cols (nnz,)
 
+Of an array of r dimensions (for a matrix, coordinates are COO):
+
+    coordinates  values (nnz,), r index arrays (nnz,), a dimension each
+    bitmap       values (nnz,), bits uint8 (ceil(n / 8),): entry i is stored where bit i % 8 of byte i // 8 is 1
+
 Rows without entries, matrices without entries and full matrices are ordinary cases.
 """
 
+import math
+
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 _INT32_MAX = torch.iinfo(torch.int32).max
 
@@ -31,14 +39,54 @@ def to_csr(w: Tensor, mask: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 def to_coo(w: Tensor, mask: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """COO of the entries of `w` (N, K) where `mask` (N, K) bool is True: (values, rows, cols). Raises as `to_csr`."""
-    if mask.dtype != torch.bool:
-        raise TypeError(f"mask must be bool, not {mask.dtype}")
-    if w.ndim != 2 or mask.shape != w.shape:
+    if mask.dtype == torch.bool and w.ndim != 2:
         raise ValueError(f"w and mask must be matrices of one shape, not {tuple(w.shape)} and {tuple(mask.shape)}")
-    rows, cols = mask.nonzero(as_tuple=True)
-    if rows.numel() > _INT32_MAX:
-        raise ValueError(f"int32 indices hold at most {_INT32_MAX:,} entries, not {rows.numel():,}")
-    return w.detach()[rows, cols], rows.int(), cols.int()
+    values, (rows, cols) = to_coordinates(w, mask)
+    return values, rows, cols
+
+
+def to_coordinates(array: Tensor, mask: Tensor) -> tuple[Tensor, tuple[Tensor, ...]]:
+    """The entries of `array` (r dimensions) where `mask` (its shape, bool) is True, and r index arrays, all (nnz,).
+
+    Raises:
+        TypeError: `mask` is not bool.
+        ValueError: the shapes differ, or there are more than 2**31 - 1 entries.
+    """
+    _check_mask(array, mask)
+    indices = mask.nonzero(as_tuple=True)
+    if mask.ndim and indices[0].numel() > _INT32_MAX:
+        raise ValueError(f"int32 indices hold at most {_INT32_MAX:,} entries, not {indices[0].numel():,}")
+    return array.detach()[indices], tuple(index.int() for index in indices)
+
+
+def to_bitmap(array: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
+    """Bitmap of the entries of `array` where `mask` (its shape, bool) is True: (values, bits).
+
+    Raises:
+        TypeError: `mask` is not bool.
+        ValueError: the shapes differ.
+    """
+    _check_mask(array, mask)
+    bits = functional.pad(mask.flatten(), (0, -mask.numel() % 8)).reshape(-1, 8)
+    weights = 2 ** torch.arange(8, dtype=torch.uint8, device=mask.device)
+    return array.detach()[mask], (bits * weights).sum(dim=1, dtype=torch.uint8)
+
+
+def from_bitmap(values: Tensor, bits: Tensor, shape: tuple[int, ...]) -> Tensor:
+    """The dense array of a bitmap, zero where nothing is stored.
+
+    Raises:
+        ValueError: bits have not the ceil(n / 8) bytes of `shape`, or not as many ones as there are values.
+    """
+    size = math.prod(shape)
+    mask = (bits[:, None] >> torch.arange(8, device=bits.device)).bitwise_and(1).bool().flatten()
+    if bits.shape != (math.ceil(size / 8),) or int(mask.sum()) != values.numel() or bool(mask[size:].any()):
+        raise ValueError(
+            f"bits must be {math.ceil(size / 8)} bytes with {values.numel()} ones, all of them inside {shape}"
+        )
+    dense = torch.zeros(size, dtype=values.dtype, device=values.device)
+    dense[mask[:size]] = values
+    return dense.reshape(shape)
 
 
 def from_csr(values: Tensor, col_indices: Tensor, row_offsets: Tensor, shape: tuple[int, int]) -> Tensor:
@@ -75,3 +123,11 @@ def from_coo(values: Tensor, rows: Tensor, cols: Tensor, shape: tuple[int, int])
             raise ValueError(f"entry {entry} has {name} index {int(index[entry])}, outside 0..{size - 1}")
     dense = torch.zeros(shape, dtype=values.dtype, device=values.device)
     return dense.index_put_((rows.long(), cols.long()), values, accumulate=True)
+
+
+def _check_mask(array: Tensor, mask: Tensor) -> None:
+    if mask.dtype != torch.bool:
+        raise TypeError(f"mask must be bool, not {mask.dtype}")
+    if mask.shape != array.shape:
+        kind = "matrices" if array.ndim == 2 else "arrays"
+        raise ValueError(f"w and mask must be {kind} of one shape, not {tuple(array.shape)} and {tuple(mask.shape)}")
