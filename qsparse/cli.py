@@ -105,6 +105,13 @@ class Calibration(enum.StrEnum):
     fixed = "fixed"
 
 
+class Method(enum.StrEnum):
+    absmax = "absmax"
+    gptq = "gptq"
+    smoothquant = "smoothquant"
+    bias_correction = "bias-correction"
+
+
 class Granularity(enum.StrEnum):
     tensor = "tensor"
     channel = "channel"
@@ -292,6 +299,9 @@ def quantize(
     asymmetric: Annotated[
         bool, typer.Option("--asymmetric", help="Ranges with a zero point; needs --simulate.")
     ] = False,
+    method: Annotated[
+        Method, typer.Option(help="absmax rounds to the nearest; the others look at calibration data to do better.")
+    ] = Method.absmax,
     simulate: Annotated[
         bool, typer.Option("--simulate", help="Round in float32: accuracy alone, no time and no bytes.")
     ] = False,
@@ -312,6 +322,7 @@ def quantize(
         granularity=granularity.value,
         group=group,
         symmetric=not asymmetric,
+        method=method.value,
         simulate=simulate,
     )
     _print_compressed(compress.quantize_run(run, config, device=device.value, console=_console()), as_json)

@@ -57,7 +57,19 @@ def layer_ranges(model: MLP, images: Tensor, config: QuantConfig) -> dict[str, t
     return {name: _range(name, one) for name, one in observers.items()}
 
 
-@torch.inference_mode()
+def sampled_inputs(model: MLP, images: Tensor, config: QuantConfig) -> dict[str, Tensor]:
+    """What reaches each layer when the float `model` sees a sample of images (S, K): name -> X, float32.
+
+    Raises UserError, naming the layer, where that holds NaN or Inf.
+    """
+    inputs = layer_inputs(model, sample(images, config.calibration_samples))
+    for name, x in inputs.items():
+        if bad := int((~torch.isfinite(x)).sum()):
+            raise _refusal(name, f"{bad:,} of its values are NaN or Inf")
+    return inputs
+
+
+@torch.no_grad()
 def layer_inputs(model: MLP, images: Tensor) -> dict[str, Tensor]:
     """What reaches each layer of `model` when it sees images (S, K): name -> X (S, K of the layer), float32."""
     inputs: dict[str, Tensor] = {}
@@ -86,5 +98,5 @@ def _range(name: str, one: ranges.MinMax) -> tuple[float, float]:
     return found
 
 
-def _refusal(name: str, error: ValueError) -> UserError:
+def _refusal(name: str, error: ValueError | str) -> UserError:
     return UserError(f"Calibration of layer {name}: {error}.")

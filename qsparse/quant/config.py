@@ -11,7 +11,7 @@ from qsparse.quant.schemes import GRANULARITIES
 BITS = {f"int{bits}{suffix}": bits for suffix in ("", "wo") for bits in range(2, 9)}
 DTYPES = ("fp16", "bf16", "int8", *(name for name in BITS if name != "int8"))
 """The last are accuracy studies: ``intB`` is weights and activations, ``intBwo`` weights only."""
-METHODS = ("absmax",)
+METHODS = ("absmax", "gptq", "smoothquant", "bias-correction")
 ACTIVATIONS = ("dynamic", "static")
 
 
@@ -28,7 +28,9 @@ class QuantConfig:
     percentile: in (0, 100], the share of ``|x|`` that the percentile's range holds.
     granularity: what shares a scale of the weights: "tensor", "channel" (a row of W) or "group" of `group` inputs.
     symmetric: without a zero point.
-    method: "absmax" rounds to the nearest.
+    method: "absmax" rounds to the nearest; "gptq" rounds the weights so that the layer's outputs keep; "smoothquant"
+        first moves large activations into the weights; "bias-correction" then takes back the shift of each output's
+        mean. All but the first look at calibration data.
     simulate: round in float32 instead of computing in integers: accuracy alone.
     """
 
@@ -73,6 +75,8 @@ class QuantConfig:
     def _check_integers(self) -> None:
         if self.weights_only and (self.static or self.calibration):
             raise UserError(f"{self.dtype} leaves the activations as they are: no --activations, no --calibration.")
+        if self.weights_only and self.method == "smoothquant":
+            raise UserError(f"{self.dtype} leaves the activations as they are: smoothquant has nothing to smooth.")
         if self.static and self.calibration is None:
             raise UserError(f"Static activations need a range: give --calibration, one of {', '.join(CALIBRATIONS)}.")
         if self.calibration and not self.static:
@@ -102,7 +106,7 @@ class QuantConfig:
     @property
     def needs_data(self) -> bool:
         """Whether it looks at calibration data."""
-        return self.static
+        return self.static or self.method != "absmax"
 
     @property
     def variant(self) -> str:

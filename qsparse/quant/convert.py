@@ -9,10 +9,13 @@ from qsparse.dense import dense_layers
 from qsparse.errors import UserError
 from qsparse.models import MLP
 from qsparse.nn import Linear, QuantLinear
-from qsparse.quant.calibrate import layer_ranges
+from qsparse.quant.bias_correction import corrected_bias
+from qsparse.quant.calibrate import layer_ranges, sampled_inputs
 from qsparse.quant.config import BITS, QuantConfig
+from qsparse.quant.gptq import gptq
 from qsparse.quant.schemes import round_weights, scale_and_zero, spread, to_reals
 from qsparse.quant.simulate import SimulatedLinear
+from qsparse.quant.smoothquant import migrate
 
 _HALVES = {"fp16": torch.float16, "bf16": torch.bfloat16}
 
@@ -26,7 +29,7 @@ def quantize(model: MLP, config: str | QuantConfig, calibration_data: Tensor | N
             float32), or "int8": symmetric weights with one scale per output channel, absmax / 127, and activations
             quantized row by row as they come (scale absmax / 127 of the row). An output channel of zeros stays zeros.
         calibration_data: images (S, K), uint8 pixels or normalised floats, not of the test split, for a `config` that
-            looks at data (static activations); at most `config.calibration_samples` of them are used.
+            looks at data (static activations, any method but absmax); `config.calibration_samples` of them are used.
 
     Warns:
         CalibrationWarning: the data say little about a layer.
@@ -48,25 +51,46 @@ def quantize(model: MLP, config: str | QuantConfig, calibration_data: Tensor | N
         return model.replace({name: _to_half(name, layer, _HALVES[config.dtype]) for name, layer in layers.items()})
     if config.needs_data and calibration_data is None:
         raise UserError("This quantization looks at calibration data and was given none.")
-    inputs = layer_ranges(model, calibration_data, config) if config.static else {}
-    return model.replace({name: _to_integers(layer, config, inputs.get(name)) for name, layer in layers.items()})
+    inputs: dict[str, Tensor] = {}
+    if config.method == "smoothquant":
+        model = migrate(model, sampled_inputs(model, calibration_data, config))
+    elif config.method != "absmax":
+        inputs = sampled_inputs(model, calibration_data, config)
+    ranges = layer_ranges(model, calibration_data, config) if config.static else {}
+    return model.replace(
+        {
+            name: _to_integers(layer, config, ranges.get(name), inputs.get(name))
+            for name, layer in model.layers().items()
+        }
+    )
 
 
 @torch.no_grad()
-def _to_integers(layer: Linear, config: QuantConfig, input_range: tuple[float, float] | None) -> torch.nn.Module:
-    """One layer with rounded weights; computed in integers, or, in simulation, in float32."""
+def _to_integers(
+    layer: Linear, config: QuantConfig, input_range: tuple[float, float] | None, X: Tensor | None
+) -> torch.nn.Module:
+    """One layer with rounded weights; computed in integers, or, in simulation, in float32. X: its inputs, (S, K)."""
     w = layer.weight.detach()
-    q, scale, zero = round_weights(w, config.bits, config.granularity, config.group, config.symmetric)
+    scheme = (config.bits, config.granularity, config.group, config.symmetric)
+    q, scale, zero = gptq(w, X, *scheme) if config.method == "gptq" else round_weights(w, *scheme)
     grid = None
     if input_range is not None:
         lo, hi = (torch.tensor([extreme], device=w.device) for extreme in input_range)
         grid = scale_and_zero(lo, hi, config.bits, config.symmetric)
-    if not config.simulate:
-        scales = scale.expand(len(w), 1).reshape(-1).contiguous()
-        return QuantLinear.from_integers(q.to(torch.int8), scales, layer.bias, layer.activation, grid and grid[0])
-    s, z = (spread(value, w, config.granularity, config.group) for value in (scale, zero))
-    bits = None if config.weights_only else config.bits
-    return SimulatedLinear(to_reals(q, s, z), layer.bias, layer.activation, bits, grid, config.symmetric)
+
+    def build(bias: Tensor | None, activation: str | None) -> torch.nn.Module:
+        if not config.simulate:
+            scales = scale.expand(len(w), 1).reshape(-1).contiguous()
+            return QuantLinear.from_integers(q.to(torch.int8), scales, bias, activation, grid and grid[0])
+        s, z = (spread(value, w, config.granularity, config.group) for value in (scale, zero))
+        bits = None if config.weights_only else config.bits
+        return SimulatedLinear(to_reals(q, s, z), bias, activation, bits, grid, config.symmetric)
+
+    bias = layer.bias
+    if config.method == "bias-correction":
+        exact = torch.nn.functional.linear(X, w, bias)
+        bias = corrected_bias(bias, exact, build(bias, None)(X))
+    return build(bias, layer.activation)
 
 
 def _to_half(name: str, layer: Linear, dtype: torch.dtype) -> Linear:

@@ -43,6 +43,7 @@ def test_the_choices_are_those_of_the_rooms():
     assert tuple(cli.Activations) == config.ACTIVATIONS
     assert tuple(cli.Calibration) == CALIBRATIONS
     assert tuple(cli.Granularity) == schemes.GRANULARITIES
+    assert tuple(cli.Method) == config.METHODS
 
 
 def test_the_options_left_out_are_those_of_the_config(run):
