@@ -305,27 +305,41 @@ def quantize(
     simulate: Annotated[
         bool, typer.Option("--simulate", help="Round in float32: accuracy alone, no time and no bytes.")
     ] = False,
+    sweep: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="OPTION=A,B,...",
+            show_default=False,
+            help="Measure each value of an option, as calibration=minmax,mse, in one table; repeat it for all "
+            "combinations.",
+        ),
+    ] = None,
     device: DeviceOption = Device.auto,
     as_json: JsonOption = False,
 ) -> None:
     """Quantize a run, and measure it beside the baseline. It is stored and computed in fewer bits."""
     from qsparse import compress
-    from qsparse.quant import QuantConfig
+    from qsparse.quant.sweep import sweep as combinations
 
-    config = QuantConfig(
-        dtype=dtype.value,
-        activations=activations.value,
-        calibration=calibration.value if calibration else None,
-        range=range,
-        calibration_samples=calibration_samples,
-        percentile=percentile,
-        granularity=granularity.value,
-        group=group,
-        symmetric=not asymmetric,
-        method=method.value,
-        simulate=simulate,
-    )
-    _print_compressed(compress.quantize_run(run, config, device=device.value, console=_console()), as_json)
+    options = {
+        "dtype": dtype.value,
+        "activations": activations.value,
+        "calibration": calibration.value if calibration else None,
+        "range": range,
+        "calibration_samples": calibration_samples,
+        "percentile": percentile,
+        "granularity": granularity.value,
+        "group": group,
+        "symmetric": not asymmetric,
+        "method": method.value,
+        "simulate": simulate,
+    }
+    configs = combinations(options, sweep or ())
+    if sweep:
+        done = compress.sweep_run(run, configs, device=device.value, console=_console())
+    else:
+        done = compress.quantize_run(run, configs[0], device=device.value, console=_console())
+    _print_compressed(done, as_json)
 
 
 @app.command()

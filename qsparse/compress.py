@@ -46,6 +46,20 @@ class Compressed:
         return {"run": str(self.run), "variant": self.variant, "saved": saved, "rows": self.rows}
 
 
+@dataclass(frozen=True)
+class Swept:
+    """Several compressed variants of a run, measured together: where each was saved (None: simulated), and the rows."""
+
+    run: Path
+    saved: dict[str, Path | None]
+    rows: list[dict[str, Any]]
+
+    def to_json(self) -> dict[str, Any]:
+        """Return what `qsparse quantize --sweep ... --json` prints."""
+        saved = {variant: None if place is None else str(place) for variant, place in self.saved.items()}
+        return {"run": str(self.run), "saved": saved, "rows": self.rows}
+
+
 def quantize_run(
     run: str | Path | None, config: str | QuantConfig, *, device: str = "auto", console: Console | None = None
 ) -> Compressed:
@@ -63,6 +77,22 @@ def quantize_run(
     with _aloud(source, CalibrationWarning):
         model = quantize(source.model, config, source.dataset.validation.images if config.needs_data else None)
     return _save_and_measure(source, config.variant, model, config.fields(), save=not config.simulate)
+
+
+def sweep_run(
+    run: str | Path | None, configs: list[QuantConfig], *, device: str = "auto", console: Console | None = None
+) -> Swept:
+    """Quantize a run's model in each of the ways `configs` (of different variants), and measure all in turn beside one
+    baseline. The rest is as of `quantize_run`.
+    """
+    source = _open(run, device, console)
+    with _aloud(source, CalibrationWarning):
+        models = {
+            one.variant: quantize(source.model, one, source.dataset.validation.images if one.needs_data else None)
+            for one in configs
+        }
+    details = {one.variant: one.fields() for one in configs}
+    return _save_and_measure_all(source, models, details, {one.variant for one in configs if one.simulate})
 
 
 def sparsify_run(
@@ -167,20 +197,28 @@ def _finetune(source: _Source, model: MLP, masks: dict[str, torch.Tensor], confi
 def _save_and_measure(
     source: _Source, variant: str, model: MLP, details: dict[str, Any], *, save: bool = True
 ) -> Compressed:
-    """Save the model first, so that the row's file bytes are the file's."""
+    swept = _save_and_measure_all(source, {variant: model}, {variant: details}, set() if save else {variant})
+    return Compressed(source.run, variant, swept.saved[variant], swept.rows)
+
+
+def _save_and_measure_all(
+    source: _Source, models: dict[str, MLP], details: dict[str, dict[str, Any]], unsaved: set[str]
+) -> Swept:
+    """Save the models first, so that the rows' file bytes are the files'; but not those named in `unsaved`."""
     seed = source.config.seed
     facts = {BASELINE: {"file_bytes": (source.run / checkpoint.MODEL).stat().st_size, "seed": seed}}
-    facts[variant] = {"seed": seed, **details}
-    directory = None
-    if save:
-        directory = source.run / variant
-        file = checkpoint.save_model(directory, model, {"run": str(source.run), "variant": variant, **details})
-        facts[variant]["file_bytes"] = file.stat().st_size
-    done = f"{directory}: saved" if save else f"{variant}: simulated, so without a time"
-    source.say(f"{done}; measuring it beside the baseline (some seconds) ...")
+    saved: dict[str, Path | None] = {}
+    for variant, model in models.items():
+        facts[variant] = {"seed": seed, **details[variant]}
+        saved[variant] = None if variant in unsaved else source.run / variant
+        if directory := saved[variant]:
+            extra = {"run": str(source.run), "variant": variant, **details[variant]}
+            facts[variant]["file_bytes"] = checkpoint.save_model(directory, model, extra).stat().st_size
+    done = (f"{place}: saved" if place else f"{name}: simulated, so without a time" for name, place in saved.items())
+    source.say(f"{', '.join(done)}; measuring beside the baseline (some seconds) ...")
     with _aloud(source, PeerWarning):
         rows = measure(
-            {BASELINE: source.model, variant: model},
+            {BASELINE: source.model, **models},
             source.dataset.test,
             baseline=BASELINE,
             device=source.device,
@@ -188,4 +226,4 @@ def _save_and_measure(
             details=facts,
         )
     checkpoint.append_rows(source.run, rows)
-    return Compressed(source.run, variant, directory, rows)
+    return Swept(source.run, saved, rows)

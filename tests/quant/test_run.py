@@ -141,3 +141,15 @@ def test_mistakes_are_sentences(options, message):
     result = CliRunner().invoke(cli.app, ["quantize", *options.split()])
     assert result.exit_code == 2
     assert message in result.stderr
+
+
+def test_a_sweep_is_one_table_of_all_combinations(run):
+    said = invoke("quantize", "--dtype", "int8", "--activations", "static", "--calibration-samples", 50,
+                  "--sweep", "calibration=minmax,percentile", "--sweep", "percentile=99,100", "--simulate")  # fmt: skip
+    names = ["int8-sim-static-minmax-n50", "int8-sim-static-percentile99-n50", "int8-sim-static-percentile100-n50"]
+    assert [row["variant"] for row in said["rows"]] == ["baseline", *names]
+    assert said["saved"] == dict.fromkeys(names)
+    said = invoke("quantize", "--dtype", "int8", "--sweep", "granularity=tensor,channel")
+    assert said["saved"] == {"int8-tensor": "runs/1/int8-tensor", "int8": "runs/1/int8"}
+    assert [row["weight_bytes"] for row in said["rows"][1:]] == [203_264 + 8 * 266] * 2
+    assert len(checkpoint.read_rows(run)) == 4 + 3
