@@ -500,6 +500,53 @@ def _console() -> Console:
 
     return Console(stderr=True)
 
+@app.command()
+def ladder(
+    hidden: Annotated[
+        list[int] | None,
+        typer.Option(min=0, show_default="256", help="Width of a hidden layer; repeat it for more, 0 for none."),
+    ] = None,
+    epochs: Annotated[int, typer.Option(min=1, help="Epochs of each training.")] = 2,
+    rounds: Annotated[int, typer.Option(min=1, help="Trainings of each backend, in turn.")] = 3,
+    batch_size: Annotated[int, typer.Option(min=1)] = TrainConfig.batch_size,
+    lr: Annotated[float, typer.Option()] = TrainConfig.lr,
+    seed: Annotated[int, typer.Option(min=0)] = TrainConfig.seed,
+    data: DataOption = "auto",
+    validation: Annotated[int, typer.Option(min=0, help="Training images held out.")] = 0,
+    out: Annotated[
+        Path | None, typer.Option(metavar="JSONL", show_default=False, help="Append the rows to this file.")
+    ] = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Time an epoch of training by each backend. Exits with 1 if a backend's losses are not PyTorch's."""
+    given = {"hidden": _hidden(hidden)} if hidden else {}
+    config = TrainConfig(**given, epochs=epochs, batch_size=batch_size, lr=lr, seed=seed)
+
+    from qsparse import checkpoint
+    from qsparse import data as datasets
+    from qsparse.bench.harness import append
+    from qsparse.train.ladder import ladder as climb
+    from qsparse.train.ladder import show
+    from qsparse.train.progress import say as say_on
+
+    console = _console()
+
+    def say(sentence: str) -> None:
+        say_on(console, sentence)
+
+    if out is not None:
+        checkpoint.require_writable(out.parent)
+    climbed = climb(datasets.load(data, validation, say), config, rounds=rounds, say=say)
+    show(climbed.rows, _text(as_json))
+    if out is not None:
+        append(out, climbed.rows)
+        print(f"rows: {out}", file=_text(as_json))
+    if as_json:
+        _print_json(climbed.to_json())
+    if climbed.wrong:
+        raise typer.Exit(bench.WRONG)
+
+
 
 def _text(as_json: bool) -> Any:
     """Return the stream of tables and sentences."""

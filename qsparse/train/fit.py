@@ -105,7 +105,8 @@ def fit(
     backend = backends.make(model, config, momentum, parameter_masks)
 
     for epoch in range(start_epoch, config.epochs):
-        trained = _epoch(backend, model, dataset.train, config, epoch, progress)
+        with backends.threads_for(config.backend):
+            trained = _epoch(backend, model, dataset.train, config, epoch, progress)
         metrics.append(
             {
                 **trained,

@@ -1,5 +1,6 @@
 """The backends against each other, and their gradients against finite differences."""
 
+import contextlib
 import copy
 import functools
 import math
@@ -37,18 +38,19 @@ def fewer(count: int) -> Dataset:
     )
 
 
-def losses(config: TrainConfig, train: Split, steps: int, masks=None) -> torch.Tensor:
+def losses(config: TrainConfig, train: Split, steps: int) -> torch.Tensor:
     """The loss of each of the first `steps` steps, as `fit` takes them."""
     model = MLP((784, *config.hidden, 10), seed=config.seed)
     parameters = dict(model.named_parameters())
     momentum = {name: torch.zeros_like(p) for name, p in parameters.items()} if config.momentum else {}
-    backend = backends.make(model, config, momentum, masks or {})
+    backend = backends.make(model, config, momentum, {})
     found: list[float] = []
     epoch = 0
-    while len(found) < steps:
-        for images, labels in data.batches(train, config.batch_size, seed=config.seed, epoch=epoch):
-            found.append(float(backend.step(images, labels, config.lr * (1 - len(found) / (2 * steps)))))
-        epoch += 1
+    with backends.threads_for(config.backend):
+        while len(found) < steps:
+            for images, labels in data.batches(train, config.batch_size, seed=config.seed, epoch=epoch):
+                found.append(float(backend.step(images, labels, config.lr * (1 - len(found) / (2 * steps)))))
+            epoch += 1
     return torch.tensor(found[:steps])
 
 
@@ -185,6 +187,22 @@ def test_nan_in_one_weight_reaches_the_loss(backend):
         batch = digits().train
         config = TrainConfig(hidden=(16,), backend=backend)
         assert math.isnan(backends.make(model, config, {}, {}).step(batch.images[:9], batch.labels[:9], 0.1)), layer
+
+
+@pytest.mark.parametrize(("backend", "expected"), [("numpy", 1), ("c", 1), ("torch", 3)])
+def test_pytorchs_threads_do_not_disturb_the_others(backend, expected):
+    seen, before = [], torch.get_num_threads()
+    torch.set_num_threads(3)
+    try:
+        for lr, raises in ((0.1, contextlib.nullcontext()), (1e30, pytest.raises(UserError, match="diverged"))):
+            config = TrainConfig(hidden=(16,), epochs=1, lr=lr, batch_size=2, backend=backend)
+            with raises:
+                fit(MLP((784, 16, 10)), fewer(150), config, progress=lambda _: seen.append(torch.get_num_threads()))
+            assert torch.get_num_threads() == 3
+        assert seen
+        assert set(seen) == {expected}
+    finally:
+        torch.set_num_threads(before)
 
 
 def test_a_model_elsewhere_than_on_the_cpu_is_refused():

@@ -1,0 +1,182 @@
+"""The training ladder: one network, one seed, the same batches, by every backend that this machine runs.
+
+A backend is timed only where its losses are PyTorch's; the rows say the time of an epoch, and its ratio to PyTorch's.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import IO, Any
+
+import numpy as np
+import torch
+from rich import box
+from rich.console import Console
+from rich.table import Table
+
+from qsparse.data import Dataset, Split
+from qsparse.device import missing_for_cuda, resolve_device
+from qsparse.errors import UserError
+from qsparse.measure import environment
+from qsparse.models import MLP
+from qsparse.timing import percentile
+from qsparse.train import c_backend
+from qsparse.train.config import TrainConfig
+from qsparse.train.fit import Progress, fit
+
+PEER = "torch"
+TOLERANCE = 1e-3
+"""How far the mean loss of some steps may lie from PyTorch's, in nats ..."""
+COMPARED_STEPS = 200
+"""... in these first steps of a run: later ones drift apart by rounding alone."""
+_WARMUP_BATCHES = 4
+
+
+@dataclass(frozen=True)
+class Ladder:
+    """What was measured: a row for each backend, PyTorch first, and those whose losses are not PyTorch's."""
+
+    rows: list[dict[str, Any]]
+
+    @property
+    def wrong(self) -> list[str]:
+        return [row["backend"] for row in self.rows if row["epoch_s"] is None]
+
+    def to_json(self) -> dict[str, Any]:
+        """Return what `qsparse ladder --json` prints."""
+        return {"rows": self.rows, "wrong": self.wrong}
+
+
+@dataclass
+class _Rung:
+    """One backend: its settings, its data, and what its runs gave."""
+
+    config: TrainConfig
+    dataset: Dataset
+    seconds: list[float] = dataclasses.field(default_factory=list)
+    losses: list[float] = dataclasses.field(default_factory=list)
+    accuracy: float | None = None
+
+    def run(self) -> None:
+        """Train from the first weights on, and keep the time of each epoch and the losses of the first steps."""
+        losses: list[float] = []
+
+        def keep(now: Progress) -> None:
+            if now.epoch == 1 and now.step <= COMPARED_STEPS:
+                losses.append(now.loss)
+
+        metrics = fit(self._model(), self.dataset, self.config, progress=keep)
+        self.seconds += [epoch["seconds"] for epoch in metrics]
+        self.losses, self.accuracy = losses, metrics[-1]["test_accuracy"]
+
+    def warm_up(self) -> None:
+        """Take a few steps, so that no counted epoch starts threads or compiles a kernel."""
+        rows = _WARMUP_BATCHES * self.config.batch_size
+        few = Split(self.dataset.train.images[:rows], self.dataset.train.labels[:rows])
+        fit(self._model(), dataclasses.replace(self.dataset, train=few), dataclasses.replace(self.config, epochs=1))
+
+    def _model(self) -> MLP:
+        return MLP((784, *self.config.hidden, 10), seed=self.config.seed).to(self.dataset.train.images.device)
+
+
+def runnable(say: Callable[[str], None]) -> dict[str, torch.device]:
+    """Return the backends that this machine runs, each with its device, PyTorch first; say why the others do not."""
+    cpu = torch.device("cpu")
+    found = {PEER: cpu, "numpy": cpu}
+    try:
+        c_backend.load()
+        found["c"] = cpu
+    except UserError as error:
+        say(f"c is left out: {error}")
+    if missing := missing_for_cuda():
+        say(f"cuda is left out: {missing}")
+    else:
+        found["cuda"] = resolve_device("cuda")
+    return found
+
+
+def ladder(dataset: Dataset, config: TrainConfig, *, rounds: int, say: Callable[[str], None]) -> Ladder:
+    """Train `config` by every backend in turn, `rounds` times over, and return a row for each.
+
+    dataset: on the CPU; backends of the GPU get a copy there. config: its backend and device are not looked at.
+    Times are wall-clock times of training an epoch, without the evaluation; a row has their median.
+
+    Raises UserError when a run diverges.
+    """
+    rungs = {
+        name: _Rung(dataclasses.replace(config, backend=name, device=device.type), dataset.to(device))
+        for name, device in runnable(say).items()
+    }
+    for rung in rungs.values():
+        rung.warm_up()
+    for number in range(1, rounds + 1):
+        for name, rung in rungs.items():  # in turn: a change of clock or load falls on all of them
+            say(f"round {number} of {rounds}: {name}")
+            rung.run()
+    return Ladder([_row(name, rung, rungs[PEER], rounds) for name, rung in rungs.items()])
+
+
+def _row(name: str, rung: _Rung, peer: _Rung, rounds: int) -> dict[str, Any]:
+    config, images = rung.config, len(rung.dataset.train)
+    error = max(abs(ours - theirs) for ours, theirs in zip(rung.losses, peer.losses, strict=True))
+    right = error < TOLERANCE
+    at = partial(percentile, rung.seconds)
+    peer_s = percentile(peer.seconds, 50)
+    return {
+        "op": "train",
+        "backend": name,
+        "sizes": [784, *config.hidden, 10],
+        "dtype": "float32",
+        "batch_size": config.batch_size,
+        "lr": config.lr,
+        "momentum": config.momentum,
+        "weight_decay": config.weight_decay,
+        "seed": config.seed,
+        "epochs": config.epochs,
+        "rounds": rounds,
+        "dataset": rung.dataset.name,
+        "images": images,
+        "accuracy": rung.accuracy,
+        "loss_error": error,
+        "epoch_s": at(50) if right else None,
+        "epoch_s_p10": at(10) if right else None,
+        "epoch_s_p90": at(90) if right else None,
+        "images_per_s": images / at(50) if right else None,
+        "peer": PEER,
+        "peer_device": peer.config.device,
+        "peer_s": peer_s,
+        "ratio": peer_s / at(50) if right else None,
+        "device": config.device,
+        **environment(rung.dataset.train.images.device),
+        "timer": "wall",
+        "l2": None,
+        "numpy": np.__version__,
+    }
+
+
+def show(rows: list[dict[str, Any]], file: IO[str]) -> None:
+    """Print the rows as a table to `file`."""
+    table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False)
+    table.add_column("backend")
+    table.add_column("device")
+    for heading in ("epoch", "images/s", "accuracy", "ratio"):
+        table.add_column(heading, justify="right")
+    for row in rows:
+        wrong = row["epoch_s"] is None
+        table.add_row(
+            row["backend"],
+            row["device"],
+            f"wrong by {row['loss_error']:.2g}" if wrong else f"{row['epoch_s']:.3g} s",
+            "-" if wrong else f"{row['images_per_s']:,.0f}",
+            f"{row['accuracy']:.2%}",
+            "-" if wrong else f"{row['ratio']:.2f}x",
+        )
+    Console(file=file, width=80).print(table)
+    first = rows[0]
+    sizes = "-".join(map(str, first["sizes"]))
+    print(f"{sizes}, batch {first['batch_size']}, {first['images']:,} images of {first['dataset']}.", file=file)
+    print(f"Median wall-clock time of {first['epochs'] * first['rounds']} epochs, the backends in turn.", file=file)
+    print("Ratio: PyTorch's time on the CPU over this; above 1 is faster.", file=file)
