@@ -144,10 +144,25 @@ class ValueDtype(enum.StrEnum):
     int8 = "int8"
 
 
-def _density(value: float | None) -> float | None:
-    if value is not None and not 0 < value <= 1:
+class Schedule(enum.StrEnum):
+    one_shot = "one-shot"
+    gradual = "gradual"
+
+
+def _density(value: float) -> float:
+    if not 0 < value <= 1:
         raise typer.BadParameter(f"{value} is outside (0, 1]: 0.1 keeps a tenth of the weights, 1 keeps all")
     return value
+
+
+def _densities(text: str | None) -> list[float] | None:
+    """What --density names: one, or several with commas between."""
+    if text is None:
+        return None
+    try:
+        return [_density(float(part)) for part in text.split(",")]
+    except ValueError:
+        raise typer.BadParameter(f"{text!r} is neither a number nor numbers with commas between") from None
 
 
 def _version(asked: bool) -> None:
@@ -345,11 +360,12 @@ def quantize(
 @app.command()
 def sparsify(
     density: Annotated[
-        float | None,
+        str | None,
         typer.Option(
-            callback=_density,
+            metavar="D[,D...]",
+            callback=_densities,
             show_default=False,
-            help="Fraction of the weights that stays, above 0 and at most 1.",
+            help="Fraction of the weights that stays, above 0 and at most 1; several make one table.",
         ),
     ] = None,
     run: RunArgument = None,
@@ -377,32 +393,40 @@ def sparsify(
         int | None, typer.Option(min=0, show_default="the run's", help="Of random, and of the choice of images.")
     ] = None,
     format: Annotated[Format, typer.Option(help="How the weights that stay are stored.")] = Format.csr,
+    schedule: Annotated[
+        Schedule, typer.Option(help="Prune at once, or while training over --epochs.")
+    ] = Schedule.one_shot,
+    epochs: Annotated[int, typer.Option(min=0, help="Epochs over which --schedule gradual prunes.")] = 0,
     finetune_epochs: Annotated[
         int, typer.Option(min=0, help="Epochs of training after pruning, the pruned weights held at zero.")
     ] = 0,
     lr: Annotated[
-        float | None, typer.Option(show_default="the run's", help="First learning rate of the fine-tuning.")
+        float | None, typer.Option(show_default="the run's", help="First learning rate of --schedule and fine-tuning.")
     ] = None,
     device: DeviceOption = Device.auto,
     as_json: JsonOption = False,
 ) -> None:
     """Prune a run, and measure it beside the baseline. Only the weights that stay are stored and computed."""
-    if lr is not None and not finetune_epochs:
+    if lr is not None and not finetune_epochs + epochs:
         raise UserError("--lr is of the fine-tuning: give --finetune-epochs too")
     if (density is None) == (pattern is None):
         raise UserError("give one of --density (0.1 keeps a tenth of the weights) and --pattern (2:4)")
 
     from qsparse import compress
 
-    compressed = compress.sparsify_run(
+    one = density is None or len(density) == 1
+    sparsify_any = compress.sparsify_run if one else compress.sparsify_sweep
+    compressed = sparsify_any(
         run,
-        density,
+        density[0] if one and density else density,
         format.value,
         pruner=pruner.value,
         distribution=distribution.value if distribution else None,
         min_density=min_density,
         pattern=pattern,
         seed=seed,
+        schedule=schedule.value,
+        epochs=epochs,
         finetune_epochs=finetune_epochs,
         lr=lr,
         device=device.value,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -21,13 +21,17 @@ from qsparse.errors import UserError
 from qsparse.measure import PeerWarning, measure
 from qsparse.models import MLP
 from qsparse.quant import CalibrationWarning, QuantConfig, quantize
-from qsparse.sparse import EmptyLayerWarning, SparseConfig, mask_density, prune, sparsify
+from qsparse.report import newest
+from qsparse.sparse import EmptyLayerWarning, SparseConfig, check_density, mask_density, prune, sparsify
+from qsparse.sparse.config import choose
+from qsparse.sparse.gradual import check_gradual, prune_gradually
 from qsparse.train.config import TrainConfig
 from qsparse.train.fit import fit
 from qsparse.train.progress import Display, say
 from qsparse.train.run import load_dataset, read_train_config
 
 BASELINE = "baseline"
+SCHEDULES = ("one-shot", "gradual")
 
 
 @dataclass(frozen=True)
@@ -105,6 +109,8 @@ def sparsify_run(
     device: str = "auto",
     console: Console | None = None,
     seed: int | None = None,
+    schedule: str = "one-shot",
+    epochs: int = 0,
     **pruning: Any,
 ) -> Compressed:
     """Keep the fraction `density` of a run's weights, by default those of the largest magnitude over all layers, store
@@ -114,6 +120,8 @@ def sparsify_run(
     run, device, console: as in `quantize_run`. finetune_epochs: epochs of training with the pruned weights held at
     zero, before they are dropped. Its learning rate decays linearly from `lr` (None: the run's own) to zero; all else
     is as the run was trained.
+    schedule: "one-shot", or "gradual": the density falls over `epochs` epochs of training, which the fine-tuning goes
+    on with (see `sparse/gradual.py`).
     pruning: the other settings of a `SparseConfig`: pruner, distribution, min_density, pattern, samples. seed: its
     seed; None for the run's.
     Raises UserError for a density outside (0, 1], an unknown format, and as `SparseConfig` and `quantize_run`.
@@ -123,11 +131,19 @@ def sparsify_run(
         raise UserError(f"--finetune-epochs is {finetune_epochs}: it must be at least 0")
     if lr is not None:
         TrainConfig(lr=lr)  # refuses a bad rate before anything is loaded
+    _check_schedule(sparse, schedule, epochs)
     source = _open(run, device, console)
     if seed is None:
         sparse = dataclasses.replace(sparse, seed=source.config.seed)
+    trained = epochs + finetune_epochs
+    if trained:
+        config = dataclasses.replace(source.config, epochs=trained, lr=source.config.lr if lr is None else lr)
     with _aloud(source, EmptyLayerWarning):
-        model, masks = prune(source.model, sparse, source.dataset)
+        if schedule == "gradual":
+            model = source.model.replace({})
+            masks = _prune_gradually(source, model, sparse, config, epochs)
+        else:
+            model, masks = prune(source.model, sparse, source.dataset)
     details: dict[str, Any] = {
         "method": sparse.pruner,
         "density_asked": sparse.density,
@@ -137,15 +153,47 @@ def sparsify_run(
         "layer_density": {name: mask_density({name: mask}) for name, mask in masks.items()},
         "prune_seed": sparse.seed,
         "samples": sparse.samples,
+        "schedule": schedule,
+        "gradual_epochs": epochs,
         "finetune_epochs": finetune_epochs,
     }
-    if finetune_epochs:
-        config = dataclasses.replace(source.config, epochs=finetune_epochs, lr=source.config.lr if lr is None else lr)
+    if trained:
         details["finetune_lr"] = config.lr
+    if finetune_epochs and schedule != "gradual":
         _finetune(source, model, masks, config)
     variant = sparse.variant + ("" if seed is None else f"-seed{seed}")
+    variant += f"-gradual{epochs}" if epochs else ""
     variant += f"-ft{finetune_epochs}" if finetune_epochs else ""
     return _save_and_measure(source, variant, sparsify(model, masks, format), details)
+
+
+@dataclass(frozen=True)
+class Sweep:
+    """Variants of one run that differ by their density: each one's directory, and the baseline's row and theirs."""
+
+    run: Path
+    variants: list[Compressed]
+
+    @property
+    def rows(self) -> list[dict[str, Any]]:
+        """The rows of all, the baseline's (as measured last) first; a speed-up is over the baseline beside it then."""
+        return newest(row for variant in self.variants for row in variant.rows)
+
+    def to_json(self) -> dict[str, Any]:
+        """Return what `qsparse sparsify --density 0.5,0.1 --json` prints."""
+        each = [{"variant": variant.variant, "saved": str(variant.directory)} for variant in self.variants]
+        return {"run": str(self.run), "variants": each, "rows": self.rows}
+
+
+def sparsify_sweep(run: str | Path | None, densities: Sequence[float], format: str = "csr", **options: Any) -> Sweep:
+    """`sparsify_run` at each of `densities`, of which each starts from the run itself. Raises as it does, and
+    UserError for a density that is bad, or there twice, before anything is computed."""
+    if len(set(densities)) < max(len(densities), 1):
+        raise UserError(f"the densities are {', '.join(map(str, densities)) or 'none'}: give each once")
+    for density in densities:
+        check_density(density)
+    run = checkpoint.find_run(run)
+    return Sweep(run, [sparsify_run(run, density, format, **options) for density in densities])
 
 
 @dataclass(frozen=True)
@@ -175,6 +223,14 @@ def _open(run: str | Path | None, device: str, console: Console | None) -> _Sour
     return _Source(run, config, model, dataset.to(target), target, console)
 
 
+def _check_schedule(sparse: SparseConfig, schedule: str, epochs: int) -> None:
+    choose("schedule", schedule, SCHEDULES)
+    if (schedule == "gradual") != (epochs > 0) or epochs < 0:
+        raise UserError(f"--epochs is {epochs}: it is of --schedule gradual, which needs at least 1")
+    if schedule == "gradual":
+        check_gradual(sparse)
+
+
 @contextlib.contextmanager
 def _aloud(source: _Source, category: type[Warning]) -> Iterator[None]:
     """Say the warnings of `category` that are given inside; others go their way."""
@@ -186,6 +242,16 @@ def _aloud(source: _Source, category: type[Warning]) -> Iterator[None]:
             source.say(f"warning: {warning.message}")
         else:
             warnings.warn_explicit(warning.message, warning.category, warning.filename, warning.lineno)
+
+
+def _prune_gradually(
+    source: _Source, model: MLP, sparse: SparseConfig, config: TrainConfig, epochs: int
+) -> dict[str, torch.Tensor]:
+    """Train `model` in place, the density falling over the first `epochs` epochs, and return its masks."""
+    with Display(source.console or Console(quiet=True), config.epochs) as display:
+        return prune_gradually(
+            model, sparse, source.dataset, config, epochs, on_epoch=display.epoch_end, progress=display.progress
+        )
 
 
 def _finetune(source: _Source, model: MLP, masks: dict[str, torch.Tensor], config: TrainConfig) -> None:

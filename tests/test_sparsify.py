@@ -13,7 +13,7 @@ from qsparse import cli, compress, sparse
 from qsparse.compress import sparsify_run
 from qsparse.errors import UserError
 from qsparse.measure import measure
-from qsparse.sparse import compare
+from qsparse.sparse.compare import DTYPES
 from qsparse.train.config import TrainConfig
 from qsparse.train.fit import evaluate
 from qsparse.train.run import load_dataset, train
@@ -131,6 +131,59 @@ def test_formats_are_compared():
     }  # fmt: skip
     assert "break-even" in result.stderr
     assert "256 x 784 float32, density 0.1" in invoke("formats").stdout
-    assert tuple(cli.ValueDtype) == compare.DTYPES
+    assert tuple(cli.ValueDtype) == DTYPES
     for options in (("--shape", "a"), ("--density", 0), ("--dtype", "int4"), ("--shape", "0")):
         assert invoke("formats", *options).exit_code == 2
+
+
+def test_a_gradual_schedule(run):
+    options = ("--schedule", "gradual", "--epochs", 2, "--finetune-epochs", 1, "--lr", 0.05, "--device", "cpu")
+    result = invoke("sparsify", run, "--density", 0.05, *options, "--json")
+    assert result.exit_code == 0, result.stderr
+    assert "epoch 3/3" in result.stderr
+    value = json.loads(result.stdout)
+    row = value["rows"][1]
+    assert value["variant"] == "csr-0.05-gradual2-ft1"
+    assert (row["schedule"], row["gradual_epochs"], row["finetune_epochs"], row["finetune_lr"]) == (
+        "gradual", 2, 1, 0.05
+    )  # fmt: skip
+    model = qsparse.load(value["saved"])
+    assert sum(layer.nnz for layer in model.layers().values()) == round(0.05 * (784 * 32 + 32 * 10))
+    assert row["accuracy"] == evaluate(model, load_dataset(run).test)[0]
+    assert row["accuracy"] > sparsify_run(run, 0.05, device="cpu").rows[1]["accuracy"]
+
+
+def test_a_sweep_makes_one_table(run):
+    result = invoke("sparsify", run, "--density", "0.5,0.3,0.1", "--device", "cpu", "--json")
+    assert result.exit_code == 0, result.stderr
+    value = json.loads(result.stdout)
+    names = ["csr-0.5", "csr-0.3", "csr-0.1"]
+    assert [row["variant"] for row in value["rows"]] == ["baseline", *names]
+    assert [each["saved"] for each in value["variants"]] == [f"runs/1/{name}" for name in names]
+    assert all(name in result.stderr for name in names)
+    single = sparsify_run(run, 0.3, device="cpu").rows[1]  # each starts from the run itself
+    assert value["rows"][2]["accuracy"] == single["accuracy"]
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (("--density", "0.5,x"), "neither a number nor numbers with commas"),
+        (("--density", "0.5,"), "neither a number nor numbers with commas"),
+        (("--density", "0.5,2"), "outside (0, 1]"),
+        (("--density", "0.5,0.5"), "give each once"),
+        (("--density", 0.5, "--schedule", "gradual"), "needs at least 1"),
+        (("--density", 0.5, "--epochs", 2), "it is of --schedule gradual"),
+        (("--density", 0.5, "--lr", 0.1), "give --finetune-epochs too"),
+        (("--pattern", "2:4", "--schedule", "gradual", "--epochs", 1), "none on the way"),
+        (("--density", 0.5, "--pruner", "sparsegpt", "--schedule", "gradual", "--epochs", 1), "another pruner"),
+    ],
+)
+def test_mistakes_of_schedules_and_sweeps_are_sentences(options, said):
+    result = invoke("sparsify", *options)
+    assert result.exit_code == 2
+    assert said in " ".join(result.stderr.replace("│", " ").split())
+
+
+def test_the_schedules_are_those_of_the_room():
+    assert tuple(cli.Schedule) == compress.SCHEDULES
