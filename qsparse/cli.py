@@ -500,30 +500,6 @@ def demo(data: DataOption = "auto", device: DeviceOption = Device.auto, as_json:
         _print_json(result)
 
 
-app.add_typer(bench.app, name="bench")
-
-
-def _hidden(widths: list[int] | None) -> tuple[int, ...] | None:
-    """Return the hidden layers that --hidden names: None when it was not given, none for a single 0."""
-    if widths is None or not widths:  # older Typers pass an empty list for an option that was not given
-        return None
-    return () if widths == [0] else tuple(widths)
-
-
-def _print_compressed(compressed: Any, as_json: bool) -> None:
-    from qsparse.report import show
-
-    show(compressed.rows, _text(as_json))
-    if as_json:
-        _print_json(compressed.to_json())
-
-
-def _console() -> Console:
-    """Return where progress goes."""
-    from rich.console import Console
-
-    return Console(stderr=True)
-
 @app.command()
 def ladder(
     hidden: Annotated[
@@ -570,6 +546,30 @@ def ladder(
     if climbed.wrong:
         raise typer.Exit(bench.WRONG)
 
+
+app.add_typer(bench.app, name="bench")
+
+
+def _hidden(widths: list[int] | None) -> tuple[int, ...] | None:
+    """Return the hidden layers that --hidden names: None when it was not given, none for a single 0."""
+    if widths is None or not widths:  # older Typers pass an empty list for an option that was not given
+        return None
+    return () if widths == [0] else tuple(widths)
+
+
+def _print_compressed(compressed: Any, as_json: bool) -> None:
+    from qsparse.report import show
+
+    show(compressed.rows, _text(as_json))
+    if as_json:
+        _print_json(compressed.to_json())
+
+
+def _console() -> Console:
+    """Return where progress goes."""
+    from rich.console import Console
+
+    return Console(stderr=True)
 
 
 def _text(as_json: bool) -> Any:
