@@ -358,6 +358,25 @@ def quantize(
 
 
 @app.command()
+def sensitivity(
+    run: RunArgument = None,
+    dtype: Annotated[
+        str,
+        typer.Option(metavar="A,B,...", help="fp16, bf16 and int8 are computed, intB and intBwo simulated."),
+    ] = "int8,int4wo,int3wo,int2wo",
+    device: DeviceOption = Device.auto,
+    as_json: JsonOption = False,
+) -> None:
+    """Quantize each layer of a run alone, and show what it costs. Looks at the validation split."""
+    from qsparse import sensitivity
+
+    found = sensitivity.sensitivity(run, dtype.split(","), device=device.value, console=_console())
+    sensitivity.show(found.rows, _text(as_json))
+    if as_json:
+        _print_json(found.to_json())
+
+
+@app.command()
 def sparsify(
     density: Annotated[
         str | None,

@@ -1,6 +1,7 @@
 """Dense float32 model -> the same model in 16 bits, in int8, or rounded to few bits in simulation."""
 
 import copy
+from collections.abc import Collection
 
 import torch
 from torch import Tensor
@@ -20,7 +21,13 @@ from qsparse.quant.smoothquant import migrate
 _HALVES = {"fp16": torch.float16, "bf16": torch.bfloat16}
 
 
-def quantize(model: MLP, config: str | QuantConfig, calibration_data: Tensor | None = None) -> MLP:
+def quantize(
+    model: MLP,
+    config: str | QuantConfig,
+    calibration_data: Tensor | None = None,
+    *,
+    only: Collection[str] | None = None,
+) -> MLP:
     """A copy of `model` with every layer, the head included, as `config` says; `model` is left as it was.
 
     Args:
@@ -30,6 +37,7 @@ def quantize(model: MLP, config: str | QuantConfig, calibration_data: Tensor | N
             quantized row by row as they come (scale absmax / 127 of the row). An output channel of zeros stays zeros.
         calibration_data: images (S, K), uint8 pixels or normalised floats, not of the test split, for a `config` that
             looks at data (static activations, any method but absmax); `config.calibration_samples` of them are used.
+        only: names of the layers to quantize, such as {"fc1"}; the others stay as they are.
 
     Warns:
         CalibrationWarning: the data say little about a layer.
@@ -47,8 +55,11 @@ def quantize(model: MLP, config: str | QuantConfig, calibration_data: Tensor | N
                 f"Cannot quantize this model: its layer {name} is already {_name(layer.weight.dtype)}. "
                 "Start from the float32 model of the run."
             )
+    if unknown := set(only or ()) - layers.keys():
+        raise UserError(f"There is no layer {', '.join(sorted(unknown))}; the layers are {', '.join(layers)}.")
+    chosen = [name for name in layers if only is None or name in only]
     if config.dtype not in BITS:
-        return model.replace({name: _to_half(name, layer, _HALVES[config.dtype]) for name, layer in layers.items()})
+        return model.replace({name: _to_half(name, layers[name], _HALVES[config.dtype]) for name in chosen})
     if config.needs_data and calibration_data is None:
         raise UserError("This quantization looks at calibration data and was given none.")
     inputs: dict[str, Tensor] = {}
@@ -57,11 +68,9 @@ def quantize(model: MLP, config: str | QuantConfig, calibration_data: Tensor | N
     elif config.method != "absmax":
         inputs = sampled_inputs(model, calibration_data, config)
     ranges = layer_ranges(model, calibration_data, config) if config.static else {}
+    layers = model.layers()  # those that were made smooth
     return model.replace(
-        {
-            name: _to_integers(layer, config, ranges.get(name), inputs.get(name))
-            for name, layer in model.layers().items()
-        }
+        {name: _to_integers(layers[name], config, ranges.get(name), inputs.get(name)) for name in chosen}
     )
 
 
