@@ -73,49 +73,17 @@ class Device(enum.StrEnum):
 Backend = enum.StrEnum("Backend", BACKENDS)
 
 
-class Dtype(enum.StrEnum):
-    fp16 = "fp16"
-    bf16 = "bf16"
-    int8 = "int8"
-    int2 = "int2"
-    int3 = "int3"
-    int4 = "int4"
-    int5 = "int5"
-    int6 = "int6"
-    int7 = "int7"
-    int2wo = "int2wo"
-    int3wo = "int3wo"
-    int4wo = "int4wo"
-    int5wo = "int5wo"
-    int6wo = "int6wo"
-    int7wo = "int7wo"
-    int8wo = "int8wo"
+def _choices(name: str, *values: str) -> type[enum.StrEnum]:
+    return enum.StrEnum(name, {value.replace("-", "_"): value for value in values})
 
 
-class Activations(enum.StrEnum):
-    dynamic = "dynamic"
-    static = "static"
-
-
-class Calibration(enum.StrEnum):
-    minmax = "minmax"
-    percentile = "percentile"
-    mse = "mse"
-    entropy = "entropy"
-    fixed = "fixed"
-
-
-class Method(enum.StrEnum):
-    absmax = "absmax"
-    gptq = "gptq"
-    smoothquant = "smoothquant"
-    bias_correction = "bias-correction"
-
-
-class Granularity(enum.StrEnum):
-    tensor = "tensor"
-    channel = "channel"
-    group = "group"
+Dtype = _choices(
+    "Dtype", "fp16", "bf16", "int8", *(f"int{b}" for b in range(2, 8)), *(f"int{b}wo" for b in range(2, 9))
+)
+Activations = _choices("Activations", "dynamic", "static")
+Calibration = _choices("Calibration", "minmax", "percentile", "mse", "entropy", "fixed")
+Method = _choices("Method", "absmax", "gptq", "smoothquant", "bias-correction")
+Granularity = _choices("Granularity", "tensor", "channel", "group")
 
 
 class Format(enum.StrEnum):
