@@ -244,6 +244,8 @@ def train(
         trained = run.resume(given, out=out, console=console)
     else:
         trained = run.train(config, out=out, force=force, console=console)
+    if trained is None:  # rank 0 of torchrun's processes says it
+        return
     if as_json:
         _print_json(trained.to_json())
     else:

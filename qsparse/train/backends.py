@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator, Mapping
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 
 from qsparse.models import MLP
+from qsparse.train import parallel
 from qsparse.train.config import TrainConfig
+from qsparse.train.torch_backend import TorchBackend
 
 
 class Backend(Protocol):
@@ -34,8 +36,8 @@ def make(
     Raises UserError when the backend cannot run here, ValueError when the model is not where it runs.
     """
     if config.backend in ("auto", "torch", "cuda"):  # one code: the layers choose their kernels by the device
-        from qsparse.train.torch_backend import TorchBackend
-
+        if parallel.active():
+            return parallel.ParallelBackend(model, config, momentum, masks)
         return TorchBackend(model, config, momentum, masks)
     places = {parameter.device.type for parameter in model.parameters()}
     if places != {"cpu"}:
@@ -47,6 +49,11 @@ def make(
     from qsparse.train.c_backend import CBackend
 
     return CBackend(model, config, momentum, masks)
+
+
+def metrics_of(backend: Backend) -> dict[str, Any]:
+    """Return what a backend tells of its steps since the last call, besides their losses."""
+    return backend.take_metrics() if isinstance(backend, parallel.ParallelBackend) else {}
 
 
 @contextlib.contextmanager

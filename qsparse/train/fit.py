@@ -85,6 +85,7 @@ def fit(
 
     Metrics: epoch (from 1), loss (mean over the training images, as they were met), validation_accuracy (fraction;
     None without a validation split), test_accuracy (fraction), seconds and images_per_second of the training alone.
+    Processes that train together add processes, all_reduce_bytes and all_reduce_s of the epoch (see parallel.py).
 
     Raises UserError, naming the step or the layer, when the loss or a weight becomes NaN or infinite, and when the
     backend cannot run here; ValueError for an empty training or test split, a mask for a layer that is not there, or a
@@ -175,6 +176,7 @@ def _epoch(
         "loss": total_loss / len(train),
         "seconds": seconds,
         "images_per_second": len(train) / seconds,
+        **backends.metrics_of(backend),
     }
 
 

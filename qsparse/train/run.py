@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import datetime
 import hashlib
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -19,7 +21,7 @@ from qsparse.data import Dataset
 from qsparse.device import missing_for_cuda, resolve_device
 from qsparse.errors import UserError
 from qsparse.models import MLP
-from qsparse.train import c_backend
+from qsparse.train import c_backend, parallel
 from qsparse.train.config import TrainConfig, option
 from qsparse.train.fit import EpochEnd, FitState, fit
 from qsparse.train.progress import Display, say
@@ -58,8 +60,8 @@ def train(
     out: str | Path | None = None,
     force: bool = False,
     console: Console | None = None,
-) -> TrainedRun:
-    """Train a new run.
+) -> TrainedRun | None:
+    """Train a new run. Of the processes that torchrun started, rank 0 writes it, and the others return None.
 
     out: its directory; left out, the next number under runs/. force: replace the run that `out` holds, but only once
     the new one can start. console: where progress goes (nowhere when left out).
@@ -68,14 +70,23 @@ def train(
     written, for a device or data that are not there, and for a loss that is not finite; KeyboardInterrupt, saying what
     is saved, when interrupted.
     """
-    if out is not None:
-        _replaces(Path(out), force)
-    checkpoint.require_writable(checkpoint.RUNS if out is None else out)
+    with parallel.joined():
+        return _train_new(config, out, force, console if parallel.rank() == 0 else None)
+
+
+def _train_new(config: TrainConfig, out: str | Path | None, force: bool, console: Console | None) -> TrainedRun | None:
+    """Train a new run as one of the ranks."""
+    if parallel.rank() == 0:
+        if out is not None:
+            _replaces(Path(out), force)
+        checkpoint.require_writable(checkpoint.RUNS if out is None else out)
     config, device = _place(config, console)
     dataset = data.load(config.data, config.validation, partial(say, console))
 
     config = dataclasses.replace(config, data=_name_again(config.data, dataset), validation=len(dataset.validation))
     model = _new_model(config).to(device)
+    if parallel.rank():
+        return _follow(model, dataset.to(device), config, FitState())
 
     run = checkpoint.new_run() if out is None else checkpoint.make_directory(out)
     with checkpoint.exclusive(run):
@@ -107,30 +118,49 @@ def _replaces(run: Path, force: bool) -> bool:
     return True
 
 
-def resume(given: Mapping[str, Any], *, out: str | Path | None = None, console: Console | None = None) -> TrainedRun:
+def resume(
+    given: Mapping[str, Any], *, out: str | Path | None = None, console: Console | None = None
+) -> TrainedRun | None:
     """Go on with the run in `out` (left out: the newest under runs/) after its last finished epoch.
 
-    The weights come out bit for bit as without the interruption. A run that is done is returned as it is.
+    The weights come out bit for bit as without the interruption, or, by another number of processes, within float
+    noise. A run that is done is returned as it is; a rank other than 0 returns None, as of `train`.
     given: the settings (fields of TrainConfig) that the user named; they must be the run's.
 
     Raises UserError when there is no such run, when another process trains in it, when a setting contradicts the run's,
     or when the data are not those that it began with; KeyboardInterrupt as `train`.
     """
+    with parallel.joined():
+        return _resume(given, out, console if parallel.rank() == 0 else None)
+
+
+def _resume(given: Mapping[str, Any], out: str | Path | None, console: Console | None) -> TrainedRun | None:
+    """Go on with a run as one of the ranks."""
     run = checkpoint.find_run(out)
     config = read_train_config(run)
     _refuse_contradictions(run, config, given)
-    with checkpoint.exclusive(run):
+    with checkpoint.exclusive(run) if parallel.rank() == 0 else contextlib.nullcontext():
         if checkpoint.is_finished(run):
             say(console, f"{run} is done: all {config.epochs} epochs are trained")
+            if parallel.rank():
+                return None
             return TrainedRun(run, checkpoint.read_config(run), checkpoint.read_metrics(run))
-        checkpoint.require_writable(run)
+        if parallel.rank() == 0:
+            checkpoint.require_writable(run)
         config, device = _place(config, console)
         dataset = load_dataset(run, console)
         model = _new_model(config).to(device)
         saved = checkpoint.load_checkpoint(run, model)
         state = FitState() if saved is None else FitState(saved.momentum, saved.metrics)
+        if parallel.rank():
+            return _follow(model, dataset.to(device), config, state)
         say(console, f"{run}: {_title(config, dataset)}, going on after epoch {len(state.metrics)} of {config.epochs}")
         return _train(run, model, dataset.to(device), config, state, console)
+
+
+def _follow(model: MLP, dataset: Dataset, config: TrainConfig, state: FitState) -> None:
+    """Train with rank 0, which writes what comes of it."""
+    fit(model, dataset, config, start_epoch=len(state.metrics), state=state)
 
 
 def _train(
@@ -160,12 +190,16 @@ def _train(
         checkpoint.write_metrics(run, metrics)
         checkpoint.write_weights(run, model)
     except KeyboardInterrupt:
-        saved = f"epoch {done} of {config.epochs} is saved" if done else "no epoch was finished, so nothing is saved"
-        raise KeyboardInterrupt(
-            f"interrupted: {saved} in {run}; go on with `qsparse train --resume --out {run}`"
-        ) from None
+        raise KeyboardInterrupt(f"interrupted: {_saved(run, done, config)}") from None
+    except parallel.RankGoneError as error:
+        raise UserError(f"{error}: {_saved(run, done, config)}") from None
     checkpoint.drop_checkpoint(run)
     return TrainedRun(run, checkpoint.read_config(run), metrics)
+
+
+def _saved(run: Path, done: int, config: TrainConfig) -> str:
+    saved = f"epoch {done} of {config.epochs} is saved" if done else "no epoch was finished, so nothing is saved"
+    return f"{saved} in {run}; go on with `qsparse train --resume --out {run}`"
 
 
 def read_train_config(run: Path) -> TrainConfig:
@@ -229,7 +263,11 @@ def _place(config: TrainConfig, console: Console | None) -> tuple[TrainConfig, t
             raise UserError(f"--backend cuda: {missing}; or leave --backend out to run on the CPU")
     if _DEVICES.get(config.backend) == "cpu" and config.device == "cuda":
         raise UserError(f"--backend {config.backend} computes on the CPU: leave --device out, or take --backend cuda")
+    if config.backend in ("numpy", "c") and parallel.size() > 1:
+        raise UserError(f"--backend {config.backend} trains in one process, and torchrun started {parallel.size()}")
     device = resolve_device(_DEVICES.get(config.backend, config.device), partial(say, console))
+    if device.type == "cuda" and parallel.size() > 1 and int(os.environ["LOCAL_RANK"]) >= torch.cuda.device_count():
+        raise UserError(f"torchrun started more processes than there are GPUs here ({torch.cuda.device_count()})")
     backend = ("cuda" if device.type == "cuda" else "torch") if config.backend == "auto" else config.backend
     if backend == "c":
         c_backend.load()  # compiled, or refused, before a directory is made
