@@ -14,9 +14,7 @@ _CHUNK = 1024  # rows at a time
 
 
 def observer(config: QuantConfig) -> ranges.MinMax:
-    """A new observer of `config.calibration`, for one tensor."""
-    if config.calibration == "fixed":
-        return ranges.Fixed(*config.range)
+    """A new observer of `config.calibration` (not "fixed"), for one tensor."""
     return {
         "minmax": ranges.MinMax,
         "percentile": lambda: ranges.Percentile(config.percentile),

@@ -106,7 +106,7 @@ class QuantConfig:
     @property
     def needs_data(self) -> bool:
         """Whether it looks at calibration data."""
-        return self.static or self.method != "absmax"
+        return (self.static and self.calibration != "fixed") or self.method != "absmax"
 
     @property
     def variant(self) -> str:

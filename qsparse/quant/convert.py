@@ -14,6 +14,7 @@ from qsparse.quant.bias_correction import corrected_bias
 from qsparse.quant.calibrate import layer_ranges, sampled_inputs
 from qsparse.quant.config import BITS, QuantConfig
 from qsparse.quant.gptq import gptq
+from qsparse.quant.ranges import Fixed
 from qsparse.quant.schemes import round_weights, scale_and_zero, spread, to_reals
 from qsparse.quant.simulate import SimulatedLinear
 from qsparse.quant.smoothquant import migrate
@@ -67,7 +68,11 @@ def quantize(
         model = migrate(model, sampled_inputs(model, calibration_data, config))
     elif config.method != "absmax":
         inputs = sampled_inputs(model, calibration_data, config)
-    ranges = layer_ranges(model, calibration_data, config) if config.static else {}
+    ranges: dict[str, tuple[float, float]] = {}
+    if config.calibration == "fixed":
+        ranges = dict.fromkeys(layers, Fixed(*config.range).range())
+    elif config.static:
+        ranges = layer_ranges(model, calibration_data, config)
     layers = model.layers()  # those that were made smooth
     return model.replace(
         {name: _to_integers(layers[name], config, ranges.get(name), inputs.get(name)) for name in chosen}

@@ -46,7 +46,7 @@ def by_oracle(quantized: MLP, x: torch.Tensor) -> np.ndarray:
 @pytest.mark.parametrize("config", STATIC.values(), ids=STATIC)
 def test_static_int8_is_bit_for_bit_its_oracle(model, config, device):
     quantized = quantize(model, config, IMAGES).to(device)
-    x = 2 * torch.randn(300, 784)  # beyond the range too
+    x = 2 * torch.randn(1500, 784)  # beyond the range too, and beyond a slice of the CPU's
     out = quantized(x.to(device)).cpu().numpy()
     np.testing.assert_array_equal(out, by_oracle(quantized, x))
     assert not np.array_equal(out, quantize(model, "int8")(x).numpy())
@@ -58,7 +58,7 @@ def test_one_scale_by_hand(model):
     torch.testing.assert_close(quantized.fc1.input_scale, x.abs().max().reshape(1) / 127)
     hidden = model.fc1(x).detach()
     torch.testing.assert_close(quantized.fc2.input_scale, hidden.max().reshape(1) / 127)
-    assert quantize(model, STATIC["fixed"], IMAGES).fc2.input_scale == torch.tensor(10.0) / 127
+    assert quantize(model, STATIC["fixed"]).fc2.input_scale == torch.tensor(10.0) / 127  # looks at no data
 
 
 def test_a_static_layer_survives_its_description_and_the_disk(model, tmp_path):
@@ -251,3 +251,14 @@ def test_a_simulation_leaves_zeros_and_rows_alone():
         assert torch.equal(out[[0, 2]], quantized(x)[[0, 2]])
         assert bool(out[1].isnan().all())
         assert torch.isfinite(quantized(torch.zeros(2, 784))).all()
+
+
+@pytest.mark.parametrize(
+    "config", [STATIC["minmax"], QuantConfig("int4", simulate=True, symmetric=False)], ids=["static", "simulated"]
+)
+def test_torch_compile_takes_it_whole(model, config, device):
+    quantized = quantize(model, config, IMAGES).to(device)
+    x = torch.randn(9, 784, device=device)
+    compiled = torch.compile(quantized, fullgraph=True, backend="aot_eager")
+    with torch.no_grad():
+        torch.testing.assert_close(compiled(x), quantized(x))
