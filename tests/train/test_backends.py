@@ -40,7 +40,7 @@ def fewer(count: int) -> Dataset:
 
 def losses(config: TrainConfig, train: Split, steps: int) -> torch.Tensor:
     """The loss of each of the first `steps` steps, as `fit` takes them."""
-    model = MLP((784, *config.hidden, 10), seed=config.seed)
+    model = MLP((784, *config.hidden, 10), seed=config.seed).to(train.images.device)
     parameters = dict(model.named_parameters())
     momentum = {name: torch.zeros_like(p) for name, p in parameters.items()} if config.momentum else {}
     backend = backends.make(model, config, momentum, {})
@@ -78,6 +78,13 @@ def test_the_loss_curves_agree(name, backend):
     got, want = curve(name, backend), curve(name, "torch")
     assert want[-5:].mean() < 0.9 * want[0]  # it learns, so that a step too small or too large would show
     assert (got - want).abs().max() < 1e-3
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", ["no hidden layer", "one", "three", "momentum and decay"])
+def test_the_loss_curves_agree_on_a_gpu(name):
+    config = TrainConfig(**{**CONFIGS[name].to_json(), "backend": "cuda"})
+    assert (losses(config, digits().train.to("cuda"), STEPS) - curve(name, "torch")).abs().max() < 1e-3
 
 
 @pytest.mark.parametrize("backend", WRITTEN_OUT)
