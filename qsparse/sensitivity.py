@@ -16,13 +16,12 @@ from rich.text import Text
 from qsparse import checkpoint
 from qsparse.device import resolve_device
 from qsparse.errors import UserError
-from qsparse.quant import QuantConfig, quantize
+from qsparse.quant import DTYPES, QuantConfig, quantize
 from qsparse.train.fit import evaluate
 from qsparse.train.progress import say
 from qsparse.train.run import load_dataset
 
 ALL = "all"
-_KERNELS = ("fp16", "bf16", "int8")  # the rest is simulated
 
 
 @dataclass(frozen=True)
@@ -52,7 +51,7 @@ def sensitivity(
     """
     if not dtypes:
         raise UserError("sensitivity needs a dtype at least, as --dtype int8.")
-    configs = [QuantConfig(dtype, simulate=dtype not in _KERNELS) for dtype in dict.fromkeys(dtypes)]
+    configs = [QuantConfig(dtype, simulate=dtype not in DTYPES) for dtype in dict.fromkeys(dtypes)]
     run = checkpoint.find_run(run)
     target = resolve_device(device, lambda sentence: say(console, sentence))
     model = checkpoint.load(run, target)

@@ -9,8 +9,10 @@ from qsparse.quant.ranges import CALIBRATIONS
 from qsparse.quant.schemes import GRANULARITIES
 
 BITS = {f"int{bits}{suffix}": bits for suffix in ("", "wo") for bits in range(2, 9)}
-DTYPES = ("fp16", "bf16", "int8", *(name for name in BITS if name != "int8"))
-"""The last are accuracy studies: ``intB`` is weights and activations, ``intBwo`` weights only."""
+DTYPES = ("fp16", "bf16", "int8")
+"""What kernels compute."""
+SIMULATED = tuple(name for name in BITS if name != "int8")
+"""Accuracy studies: ``intB`` is weights and activations, ``intBwo`` weights only."""
 METHODS = ("absmax", "gptq", "smoothquant", "bias-correction")
 ACTIVATIONS = ("dynamic", "static")
 
@@ -48,7 +50,7 @@ class QuantConfig:
 
     def __post_init__(self) -> None:
         for option, value, choices in (
-            ("dtype", self.dtype, DTYPES),
+            ("dtype", self.dtype, (*DTYPES, *SIMULATED)),
             ("activations", self.activations, ACTIVATIONS),
             ("granularity", self.granularity, GRANULARITIES),
             ("method", self.method, METHODS),

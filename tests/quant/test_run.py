@@ -39,7 +39,7 @@ def invoke(*arguments) -> dict:
 
 
 def test_the_choices_are_those_of_the_rooms():
-    assert tuple(cli.Dtype) == config.DTYPES
+    assert tuple(cli.Dtype) == (*config.DTYPES, *config.SIMULATED)
     assert tuple(cli.Activations) == config.ACTIVATIONS
     assert tuple(cli.Calibration) == CALIBRATIONS
     assert tuple(cli.Granularity) == schemes.GRANULARITIES
