@@ -1,0 +1,106 @@
+"""How much accuracy each way of pruning costs: for each seed trains 784-256-10 on MNIST and prunes it, a row a way.
+
+    python experiments/06_sparsity/run.py [SEEDS]
+
+Rows go to rows.jsonl beside this file, and the table of their means into README.md. Accuracy and bytes are those of the
+stored model. Latencies are left null: this experiment is about accuracy, and its machine was busy.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import math
+import os
+import statistics
+import sys
+import tempfile
+from pathlib import Path
+
+from qsparse import compress
+from qsparse.measure import measure
+from qsparse.train.config import TrainConfig
+from qsparse.train.run import train
+
+HERE = Path(__file__).parent
+ROWS, README = HERE / "rows.jsonl", HERE / "README.md"
+BEGIN, END = "<!-- table: written by run.py -->", "<!-- end of the table -->"
+TIMES = ("latency_us", "latency_us_p10", "latency_us_p90", "repetitions", "speedup")
+
+CASES: list[tuple[str, dict]] = [
+    *((f"{pruner}, {distribution}", {"density": 0.3, "pruner": pruner, "distribution": distribution})
+      for pruner in ("random", "magnitude", "snip", "wanda", "sparsegpt")
+      for distribution in ("uniform", "erk", "global")),
+    *((f"{pruner}", {"pattern": pattern, "pruner": pruner})
+      for pattern in ("2:4", "4:8", "1:4")
+      for pruner in ("magnitude", "wanda", "sparsegpt")),
+    *((f"{pruner}, fine-tuned 2 epochs", {"pattern": "2:4", "pruner": pruner, "finetune_epochs": 2})
+      for pruner in ("magnitude", "sparsegpt")),
+    ("magnitude", {"density": 0.1}),
+    ("sparsegpt, erk", {"density": 0.1, "pruner": "sparsegpt", "distribution": "erk"}),
+    *((f"{pruner}, global, fine-tuned 2 epochs",
+       {"density": 0.1, "pruner": pruner, "distribution": "global", "finetune_epochs": 2})
+      for pruner in ("random", "magnitude", "snip", "wanda", "sparsegpt")),
+    ("magnitude, fine-tuned 6 epochs", {"density": 0.02, "finetune_epochs": 6}),
+    ("magnitude, gradual 4 epochs, fine-tuned 2",
+     {"density": 0.02, "schedule": "gradual", "epochs": 4, "finetune_epochs": 2}),
+]  # fmt: skip
+
+
+def rows_of(seed: int) -> list[dict]:
+    """One row a case, with the label of the case, of one trained network."""
+    run = train(TrainConfig(seed=seed, data="mnist", device="cpu"), out=f"seed{seed}").run
+    rows = []
+    for label, options in CASES:
+        row = compress.sparsify_run(run, options.get("density"), device="cpu",
+                                    **{k: v for k, v in options.items() if k != "density"}).rows[1]  # fmt: skip
+        rows.append({**row, "label": label, **dict.fromkeys(TIMES), "timer": None})
+    return rows
+
+
+def table(rows: list[dict]) -> str:
+    """Means over the seeds, with the 95 % interval of the paired change (Student's t)."""
+    cases: dict[tuple, list[dict]] = {}
+    for row in rows:
+        cases.setdefault((row["pattern"] or f"{row['density_asked']:g}", row["label"]), []).append(row)
+    lines = [
+        "| density | pruner | change, points | ± | of each seed | weight bytes of dense |",
+        "| --- | --- | ---: | ---: | --- | ---: |",
+    ]
+    for (density, label), found in cases.items():
+        changes = [row["accuracy_change"] for row in found]
+        half = _T[len(changes)] * statistics.stdev(changes) / math.sqrt(len(changes)) if len(changes) > 1 else math.nan
+        share = statistics.mean(row["weight_ratio"] for row in found)
+        each = " ".join(f"{change:+.2f}" for change in changes)
+        lines.append(
+            f"| {density} | {label} | {statistics.mean(changes):+.2f} | {half:.2f} | {each} | {100 * share:.1f} % |"
+        )
+    return "\n".join(lines)
+
+
+_T = {2: 12.706, 3: 4.303, 4: 3.182, 5: 2.776}
+"""The 97.5 % quantile of Student's t, by the number of seeds."""
+
+
+def main() -> None:
+    compress.load_dataset = functools.cache(compress.load_dataset)  # once a network, not once a case
+    seeds = int(sys.argv[1]) if len(sys.argv) > 1 else 3
+    # The times are thrown away, so one repetition is enough; the outputs are checked as ever.
+    compress.measure = lambda *arguments, **options: measure(
+        *arguments, **options, batches=(1,), budget_s=0.001, peers=False
+    )
+    rows = []
+    with tempfile.TemporaryDirectory() as directory:
+        os.chdir(directory)
+        for seed in range(seeds):
+            rows += rows_of(seed)
+            print(table(rows), flush=True)
+    ROWS.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    if README.exists():
+        text = README.read_text()
+        head, rest = text.split(BEGIN)
+        README.write_text(f"{head}{BEGIN}\n\n{table(rows)}\n\n{END}{rest.split(END)[1]}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,49 @@
+"""The table of the sparsity experiment is that of its rows, and no time measured on a busy machine is among them."""
+
+import importlib.util
+import json
+from pathlib import Path
+
+import pytest
+
+HERE = Path(__file__).resolve().parents[2] / "experiments" / "06_sparsity"
+
+
+@pytest.fixture(scope="module")
+def run():
+    spec = importlib.util.spec_from_file_location("sparsity_run", HERE / "run.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.fixture(scope="module")
+def rows():
+    return [json.loads(line) for line in (HERE / "rows.jsonl").read_text().splitlines()]
+
+
+def test_the_table_is_that_of_the_rows(run, rows):
+    text = (HERE / "README.md").read_text()
+    assert text.split(run.BEGIN)[1].split(run.END)[0].strip() == run.table(rows)
+
+
+def test_every_case_has_a_row_a_seed_and_no_time(run, rows):
+    seeds = {row["seed"] for row in rows}
+    assert len(seeds) >= 3
+    cases = sorted((row["pattern"] or str(row["density_asked"]), row["label"], row["seed"]) for row in rows)
+    asked = sorted(
+        (options.get("pattern") or str(options["density"]), label, seed)
+        for label, options in run.CASES
+        for seed in seeds
+    )
+    assert cases == asked
+    assert all(row[field] is None for row in rows for field in run.TIMES)
+
+
+def test_the_density_reached_is_the_one_asked_for(rows):
+    for row in rows:
+        if row["pattern"] is None:
+            assert abs(row["density"] - row["density_asked"]) <= 0.5 / (784 * 256 + 256 * 10)
+        else:
+            n, m = map(int, row["pattern"].split(":"))
+            assert row["density"] == n / m
