@@ -8,8 +8,7 @@ import torch
 from qsparse import kernels, nn
 from qsparse.models import MLP
 from qsparse.quant import quantize
-from qsparse.sparse.formats import to_csr
-from qsparse.sparse.masks import magnitude_masks
+from qsparse.sparse import magnitude_masks, sparsify, to_csr
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated:DeprecationWarning"),
@@ -86,8 +85,6 @@ def test_a_whole_network_trains_and_infers(device, normal):
         torch.testing.assert_close(parameter.grad, expected[name])
 
     masks = magnitude_masks({name: layer.weight.detach() for name, layer in model.layers().items()}, 0.5)
-    from qsparse.sparse import sparsify
-
     for small in (quantize(model, "int8"), sparsify(model, masks, "csr"), sparsify(model, masks, "coo")):
         with torch.inference_mode():
             torch.testing.assert_close(compiled(small)(x), small(x))
