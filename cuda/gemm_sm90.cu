@@ -41,7 +41,6 @@ struct Config {
     static constexpr int SHARERS = PINGPONG ? 1 : CONSUMERS;  // consumers that share a tile, each its own rows
     static constexpr int MI = BM / (64 * SHARERS);            // 64-row wgmma tiles a consumer
     static constexpr int CLUSTER = CM * CN * SPLIT;
-    static constexpr int THREADS = WARPGROUP * (CONSUMERS + 1);
     static constexpr int BK = ROW / sizeof(T);
     static constexpr int X_BYTES = BM * ROW, W_BYTES = BN * ROW;
     static constexpr int PRODUCTS = PARTS == 2 ? 3 : 1;
@@ -50,6 +49,7 @@ struct Config {
     static constexpr int Y_BYTES = STAGED ? CONSUMERS * PANELS * PANEL_BYTES : 0;
     static constexpr int SHARED = STAGES * (X_BYTES + W_BYTES) + Y_BYTES + CONSUMERS * BN * sizeof(Bias<T, PARTS>) +
                                   2 * STAGES * 8 + 1024;  // 1,024 to align
+    static_assert(CONSUMERS <= 2, "the registers are divided among two consumers at most");
     static_assert(BM == 64 * SHARERS * MI, "consumers divide the tile into whole 64-row wgmma tiles");
     static_assert(sizeof(T) == 2 || (X_K && W_K), "wgmma reads tf32 K-major only");
     static_assert(PARTS == 1 || (sizeof(O) == 4 && SPLIT == 1 && MI * BN <= 128), "two sets of sums must fit");
@@ -188,7 +188,7 @@ gemm_sm90(const __grid_constant__ TensorMap x_map, const __grid_constant__ Tenso
             }
         }
     } else {
-        if (CONSUMERS > 1) take_registers<CONSUMERS == 2 ? 232 : 160>();
+        if (CONSUMERS > 1) take_registers<232>();
         const int consumer = warpgroup - 1, share = PINGPONG ? 0 : consumer;
         const int thread = threadIdx.x % WARPGROUP, lane = thread % 32, warp = thread / 32;
         const float bound = flags & RELU ? 0.0f : -infinity();

@@ -118,7 +118,7 @@ __device__ __forceinline__ void cluster_sync() {
     asm volatile("barrier.cluster.arrive.release.aligned;\nbarrier.cluster.wait.acquire.aligned;" ::: "memory");
 }
 
-// Read a float from the same place in block `rank`'s shared memory.
+// Read four floats from the same place in block `rank`'s shared memory.
 __device__ __forceinline__ float4 cluster_load(const float4* p, unsigned rank) {
     float4 v;
     asm volatile(

@@ -9,15 +9,6 @@
         "+f"(d[i + 7])
 #define QSPARSE_ACC32(d, i) QSPARSE_ACC8(d, i), QSPARSE_ACC8(d, i + 8), QSPARSE_ACC8(d, i + 16), QSPARSE_ACC8(d, i + 24)
 
-#define QSPARSE_WGMMA_32(SHAPE_TYPE, TRANSPOSE, d, a, b, accumulate, ...) \
-    asm volatile( \
-        "{\n.reg .pred p;\nsetp.ne.b32 p, %18, 0;\n" \
-        "wgmma.mma_async.sync.aligned.m64n32" SHAPE_TYPE " {" \
-        "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15" \
-        "}, %16, %17, p, 1, 1" TRANSPOSE(19, 20) ";\n}" \
-        : QSPARSE_ACC8(d, 0), QSPARSE_ACC8(d, 8) \
-        : "l"(a), "l"(b), "r"(accumulate) __VA_ARGS__)
-
 #define QSPARSE_WGMMA_64(SHAPE_TYPE, TRANSPOSE, d, a, b, accumulate, ...) \
     asm volatile( \
         "{\n.reg .pred p;\nsetp.ne.b32 p, %34, 0;\n" \
@@ -38,20 +29,6 @@
         "%48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63" \
         "}, %64, %65, p, 1, 1" TRANSPOSE(67, 68) ";\n}" \
         : QSPARSE_ACC32(d, 0), QSPARSE_ACC32(d, 32) \
-        : "l"(a), "l"(b), "r"(accumulate) __VA_ARGS__)
-
-#define QSPARSE_WGMMA_192(SHAPE_TYPE, TRANSPOSE, d, a, b, accumulate, ...) \
-    asm volatile( \
-        "{\n.reg .pred p;\nsetp.ne.b32 p, %98, 0;\n" \
-        "wgmma.mma_async.sync.aligned.m64n192" SHAPE_TYPE " {" \
-        "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, " \
-        "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31, " \
-        "%32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, " \
-        "%48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63, " \
-        "%64, %65, %66, %67, %68, %69, %70, %71, %72, %73, %74, %75, %76, %77, %78, %79, " \
-        "%80, %81, %82, %83, %84, %85, %86, %87, %88, %89, %90, %91, %92, %93, %94, %95" \
-        "}, %96, %97, p, 1, 1" TRANSPOSE(99, 100) ";\n}" \
-        : QSPARSE_ACC32(d, 0), QSPARSE_ACC32(d, 32), QSPARSE_ACC32(d, 64) \
         : "l"(a), "l"(b), "r"(accumulate) __VA_ARGS__)
 
 #define QSPARSE_WGMMA_256(SHAPE_TYPE, TRANSPOSE, d, a, b, accumulate, ...) \
@@ -76,7 +53,7 @@ template <typename A> struct IsSame<A, A> { static constexpr bool value = true; 
 // TA and TB are 1 for an operand that is M- or N-major in shared memory.
 template <typename T, int N, int TA, int TB>
 __device__ __forceinline__ void wgmma(float (&d)[N / 2], unsigned long long a, unsigned long long b, int accumulate) {
-    static_assert(N == 32 || N == 64 || N == 128 || N == 192 || N == 256, "a wrapper for this N is not written yet");
+    static_assert(N == 64 || N == 128 || N == 256, "a wrapper for this N is not written yet");
 #define QSPARSE_BOTH(a, b) ", %" #a ", %" #b
 #define QSPARSE_NONE(a, b) ""
 #define QSPARSE_WGMMA_CASE(n) \
@@ -86,10 +63,8 @@ __device__ __forceinline__ void wgmma(float (&d)[N / 2], unsigned long long a, u
         QSPARSE_WGMMA_##n("k16.f32.bf16.bf16", QSPARSE_BOTH, d, a, b, accumulate, , "n"(TA), "n"(TB)); \
     if constexpr (N == n && IsSame<T, float>::value) \
         QSPARSE_WGMMA_##n("k8.f32.tf32.tf32", QSPARSE_NONE, d, a, b, accumulate);
-    QSPARSE_WGMMA_CASE(32)
     QSPARSE_WGMMA_CASE(64)
     QSPARSE_WGMMA_CASE(128)
-    QSPARSE_WGMMA_CASE(192)
     QSPARSE_WGMMA_CASE(256)
 #undef QSPARSE_WGMMA_CASE
 #undef QSPARSE_BOTH

@@ -47,7 +47,7 @@ class Config:
     def __post_init__(self):
         """Raise ValueError for what the kernel's static assertions or a Hopper block would refuse."""
         rows_each = self.bm // (1 if self.pingpong else self.consumers)
-        if rows_each % 64 or rows_each * self.bn > 64 * 256 or self.bn not in (64, 128, 192, 256):
+        if rows_each % 64 or rows_each * self.bn > 64 * 256 or self.bn not in (64, 128, 256):
             raise ValueError(f"a consumer cannot hold its share of the tile: {self}")
         if self.bm // self.cn % 32 or self.bn // self.cm % 32:
             raise ValueError(f"the blocks of the cluster cannot divide the loads: {self}")

@@ -65,7 +65,7 @@ def gemm(
     precision : str
         How float32 is multiplied. "ieee": by float32 multiply-adds (``simt``). "highest": on the tensor cores of a
         Hopper card, each operand split into two halves of 11 bits and three products summed; no less accurate than
-        "ieee" on normal data, and several times faster. Its limits: Inf in an operand gives NaN, and elements 2^17
+        cuBLAS's SGEMM on normal data, and faster. Its limits: Inf in an operand gives NaN, and elements 2^17
         times smaller than the largest of their row lose bits. "high": plain tf32 there, 11 bits an operand. Other
         cards, CPUs, "highest" where the splitting would cost more than it gains (fewer than 128 rows or outputs, small
         products), and "high" with rows off 16-byte boundaries compute "ieee".
