@@ -316,6 +316,7 @@ def test_a_gpu_run_has_cold_times_peers_and_peak_bytes():
 @pytest.mark.gpu
 @pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated:DeprecationWarning")
 @pytest.mark.filterwarnings("ignore:TensorFloat32 tensor cores .* available but not enabled:UserWarning")
+@pytest.mark.filterwarnings("ignore:TypedStorage is deprecated:UserWarning")
 def test_compiled_peers_and_no_peers():
     model = MLP((784, 256, 10))
     test = random_split(images=64, pixels=784, classes=10)

@@ -13,6 +13,7 @@ import torch
 
 from qsparse.kernels._face import matrix
 from qsparse.kernels._gemm_sm90_configs import (
+    APPLY_MASK,
     CONFIGS,
     FEW,
     INSTANCES,
@@ -29,7 +30,7 @@ from qsparse.kernels._gemm_sm90_configs import (
 )
 from qsparse.kernels._load import launch, multiprocessors, prepare, tensor_map
 
-__all__ = ["CONFIGS", "INSTANCES", "TABLE", "Config", "candidates"]  # found here too
+__all__ = ["APPLY_MASK", "CONFIGS", "INSTANCES", "TABLE", "Config", "candidates"]  # found here too
 
 SOURCE, SPLIT_SOURCE = "gemm_sm90.cu", "gemm_split.cu"
 SPLIT_INSTANCES = ("gemm_split",)
