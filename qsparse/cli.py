@@ -11,22 +11,30 @@ from __future__ import annotations
 import enum
 import errno
 import io
-import json
 import os
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 from typer.core import TyperGroup
 
 from qsparse import __version__
 from qsparse.bench import command as bench
+from qsparse.commandline import (
+    DataOption,
+    Device,
+    DeviceOption,
+    JsonOption,
+    RunArgument,
+    print_compressed,
+    print_json,
+    progress_console,
+    text_stream,
+)
 from qsparse.errors import UserError
+from qsparse.quant.command import quantize, sensitivity
 from qsparse.train.config import BACKENDS, TrainConfig
-
-if TYPE_CHECKING:
-    from rich.console import Console
 
 USER_ERROR = 2
 INTERRUPTED = 130
@@ -64,26 +72,7 @@ app = typer.Typer(
 )
 
 
-class Device(enum.StrEnum):
-    auto = "auto"
-    cpu = "cpu"
-    cuda = "cuda"
-
-
 Backend = enum.StrEnum("Backend", BACKENDS)
-
-
-def _choices(name: str, *values: str) -> type[enum.StrEnum]:
-    return enum.StrEnum(name, {value.replace("-", "_"): value for value in values})
-
-
-Dtype = _choices(
-    "Dtype", "fp16", "bf16", "int8", *(f"int{b}" for b in range(2, 8)), *(f"int{b}wo" for b in range(2, 9))
-)
-Activations = _choices("Activations", "dynamic", "static")
-Calibration = _choices("Calibration", "minmax", "percentile", "mse", "entropy", "fixed")
-Method = _choices("Method", "absmax", "gptq", "smoothquant", "bias-correction")
-Granularity = _choices("Granularity", "tensor", "channel", "group")
 
 
 class Format(enum.StrEnum):
@@ -137,22 +126,6 @@ def _version(asked: bool) -> None:
     if asked:
         typer.echo(f"qsparse {__version__}")
         raise typer.Exit
-
-
-RunArgument = Annotated[
-    Path | None,
-    typer.Argument(metavar="RUN", show_default=False, help="The run directory; left out: the newest run."),
-]
-DeviceOption = Annotated[
-    Device, typer.Option(help="auto takes the GPU when there is one and CuPy is installed, else the CPU.")
-]
-DataOption = Annotated[
-    str,
-    typer.Option(metavar="auto|mnist|mnist-5k|DIR", help="mnist-5k needs no network; DIR holds the four IDX files."),
-]
-JsonOption = Annotated[
-    bool, typer.Option("--json", help="Print one JSON object on standard output, all else on standard error.")
-]
 
 
 @app.callback()
@@ -239,7 +212,7 @@ def train(
 
     from qsparse.train import run
 
-    console = _console()
+    console = progress_console()
     if resume:
         trained = run.resume(given, out=out, console=console)
     else:
@@ -247,103 +220,13 @@ def train(
     if trained is None:  # rank 0 of torchrun's processes says it
         return
     if as_json:
-        _print_json(trained.to_json())
+        print_json(trained.to_json())
     else:
         print(f"test accuracy {trained.metrics[-1]['test_accuracy']:.2%}, saved in {trained.run}")
 
 
-@app.command()
-def quantize(
-    dtype: Annotated[
-        Dtype,
-        typer.Option(
-            metavar="fp16|bf16|int8|intB|intBwo",
-            help="int8 quantizes weights and activations. With --simulate also intB, and intBwo (weights only), "
-            "of B = 2 to 8 bits.",
-        ),
-    ],
-    run: RunArgument = None,
-    activations: Annotated[
-        Activations, typer.Option(help="A scale for each row when it arrives, or one for the layer, calibrated.")
-    ] = Activations.dynamic,
-    calibration: Annotated[
-        Calibration | None, typer.Option(show_default=False, help="How the range of static activations is found.")
-    ] = None,
-    range: Annotated[
-        tuple[float, float] | None,
-        typer.Option(metavar="LO HI", show_default=False, help="The range of --calibration fixed."),
-    ] = None,
-    calibration_samples: Annotated[
-        int, typer.Option(min=1, help="Images of the validation split that calibration looks at.")
-    ] = 1024,
-    percentile: Annotated[float, typer.Option(help="Percent of all |x| that --calibration percentile holds.")] = 99.99,
-    granularity: Annotated[
-        Granularity, typer.Option(help="What of the weights shares a scale; group needs --simulate.")
-    ] = Granularity.channel,
-    group: Annotated[int, typer.Option(min=1, help="Inputs in a group; the last may be short.")] = 64,
-    asymmetric: Annotated[
-        bool, typer.Option("--asymmetric", help="Ranges with a zero point; needs --simulate.")
-    ] = False,
-    method: Annotated[
-        Method, typer.Option(help="absmax rounds to the nearest; the others look at calibration data to do better.")
-    ] = Method.absmax,
-    simulate: Annotated[
-        bool, typer.Option("--simulate", help="Round in float32: accuracy alone, no time and no bytes.")
-    ] = False,
-    sweep: Annotated[
-        list[str] | None,
-        typer.Option(
-            metavar="OPTION=A,B,...",
-            show_default=False,
-            help="Measure each value of an option, as calibration=minmax,mse, in one table; repeat it for all "
-            "combinations.",
-        ),
-    ] = None,
-    device: DeviceOption = Device.auto,
-    as_json: JsonOption = False,
-) -> None:
-    """Quantize a run, and measure it beside the baseline. It is stored and computed in fewer bits."""
-    from qsparse import compress
-    from qsparse.quant.sweep import sweep as combinations
-
-    options = {
-        "dtype": dtype.value,
-        "activations": activations.value,
-        "calibration": calibration.value if calibration else None,
-        "range": range,
-        "calibration_samples": calibration_samples,
-        "percentile": percentile,
-        "granularity": granularity.value,
-        "group": group,
-        "symmetric": not asymmetric,
-        "method": method.value,
-        "simulate": simulate,
-    }
-    configs = combinations(options, sweep or ())
-    if sweep:
-        done = compress.sweep_run(run, configs, device=device.value, console=_console())
-    else:
-        done = compress.quantize_run(run, configs[0], device=device.value, console=_console())
-    _print_compressed(done, as_json)
-
-
-@app.command()
-def sensitivity(
-    run: RunArgument = None,
-    dtype: Annotated[
-        str,
-        typer.Option(metavar="A,B,...", help="fp16, bf16 and int8 are computed, intB and intBwo simulated."),
-    ] = "int8,int4wo,int3wo,int2wo",
-    device: DeviceOption = Device.auto,
-    as_json: JsonOption = False,
-) -> None:
-    """Quantize each layer of a run alone, and show what it costs. Looks at the validation split."""
-    from qsparse import sensitivity
-
-    found = sensitivity.sensitivity(run, dtype.split(","), device=device.value, console=_console())
-    sensitivity.show(found.rows, _text(as_json))
-    if as_json:
-        _print_json(found.to_json())
+app.command()(quantize)
+app.command()(sensitivity)
 
 
 @app.command()
@@ -419,10 +302,10 @@ def sparsify(
         finetune_epochs=finetune_epochs,
         lr=lr,
         device=device.value,
-        console=_console(),
+        console=progress_console(),
         **({} if samples is None else {"samples": samples}),
     )
-    _print_compressed(compressed, as_json)
+    print_compressed(compressed, as_json)
 
 
 @app.command()
@@ -439,9 +322,9 @@ def formats(
     from qsparse.sparse.compare import compare, parse_shape
 
     comparison = compare(parse_shape(shape), density, dtype.value)
-    show_sizes(comparison, _text(as_json))
+    show_sizes(comparison, text_stream(as_json))
     if as_json:
-        _print_json(comparison.to_json())
+        print_json(comparison.to_json())
 
 
 @app.command()
@@ -460,11 +343,11 @@ def report(
     from qsparse import collect
     from qsparse.report import show
 
-    collected = collect.collect(runs or (), out=out, console=_console())
-    show(collected.rows, _text(as_json))
-    print(f"picture: {collected.picture}", file=_text(as_json))
+    collected = collect.collect(runs or (), out=out, console=progress_console())
+    show(collected.rows, text_stream(as_json))
+    print(f"picture: {collected.picture}", file=text_stream(as_json))
     if as_json:
-        _print_json(collected.to_json())
+        print_json(collected.to_json())
 
 
 @app.command()
@@ -474,9 +357,9 @@ def doctor(as_json: JsonOption = False) -> None:
 
     found = doctor.report()
     for line in doctor.lines(found):
-        print(line, file=_text(as_json))
+        print(line, file=text_stream(as_json))
     if as_json:
-        _print_json(found)
+        print_json(found)
 
 
 @app.command()
@@ -484,9 +367,9 @@ def demo(data: DataOption = "auto", device: DeviceOption = Device.auto, as_json:
     """Run the whole line once: train, quantize, sparsify, report."""
     from qsparse.demo import demo as run_demo
 
-    result = run_demo(data=data, device=device.value, console=_console(), tables=_text(as_json))
+    result = run_demo(data=data, device=device.value, console=progress_console(), tables=text_stream(as_json))
     if as_json:
-        _print_json(result)
+        print_json(result)
 
 
 @app.command()
@@ -518,7 +401,7 @@ def ladder(
     from qsparse.train.ladder import show
     from qsparse.train.progress import say as say_on
 
-    console = _console()
+    console = progress_console()
 
     def say(sentence: str) -> None:
         say_on(console, sentence)
@@ -526,12 +409,12 @@ def ladder(
     if out is not None:
         checkpoint.require_writable(out.parent)
     climbed = climb(datasets.load(data, validation, say), config, rounds=rounds, say=say)
-    show(climbed.rows, _text(as_json))
+    show(climbed.rows, text_stream(as_json))
     if out is not None:
         append(out, climbed.rows)
-        print(f"rows: {out}", file=_text(as_json))
+        print(f"rows: {out}", file=text_stream(as_json))
     if as_json:
-        _print_json(climbed.to_json())
+        print_json(climbed.to_json())
     if climbed.wrong:
         raise typer.Exit(bench.WRONG)
 
@@ -544,30 +427,6 @@ def _hidden(widths: list[int] | None) -> tuple[int, ...] | None:
     if widths is None or not widths:  # older Typers pass an empty list for an option that was not given
         return None
     return () if widths == [0] else tuple(widths)
-
-
-def _print_compressed(compressed: Any, as_json: bool) -> None:
-    from qsparse.report import show
-
-    show(compressed.rows, _text(as_json))
-    if as_json:
-        _print_json(compressed.to_json())
-
-
-def _console() -> Console:
-    """Return where progress goes."""
-    from rich.console import Console
-
-    return Console(stderr=True)
-
-
-def _text(as_json: bool) -> Any:
-    """Return the stream of tables and sentences."""
-    return sys.stderr if as_json else sys.stdout
-
-
-def _print_json(value: dict[str, Any]) -> None:
-    print(json.dumps(value, allow_nan=False))
 
 
 def _mend_streams() -> None:

@@ -251,7 +251,6 @@ def test_unknown_names_list_the_valid_ones(run):
 
 
 def test_the_choices_are_those_of_the_rooms():
-    assert tuple(cli.Dtype) == (*quant.DTYPES, *quant.SIMULATED)
     assert tuple(cli.Format) == sparse.FORMATS
     assert tuple(cli.Device) == NAMES
     assert tuple(cli.Backend) == BACKENDS

@@ -1,12 +1,10 @@
-"""What a quantization is asked to be."""
+"""What a quantization is asked to be. Imports no torch, so that a bad option is refused at once."""
 
 import math
 from dataclasses import dataclass, fields
 from typing import Any
 
 from qsparse.errors import UserError
-from qsparse.quant.ranges import CALIBRATIONS
-from qsparse.quant.schemes import GRANULARITIES
 
 BITS = {f"int{bits}{suffix}": bits for suffix in ("", "wo") for bits in range(2, 9)}
 DTYPES = ("fp16", "bf16", "int8")
@@ -15,6 +13,8 @@ SIMULATED = tuple(name for name in BITS if name != "int8")
 """Accuracy studies: ``intB`` is weights and activations, ``intBwo`` weights only."""
 METHODS = ("absmax", "gptq", "smoothquant", "bias-correction")
 ACTIVATIONS = ("dynamic", "static")
+CALIBRATIONS = ("minmax", "percentile", "mse", "entropy", "fixed")
+GRANULARITIES = ("tensor", "channel", "group")
 
 
 @dataclass(frozen=True)

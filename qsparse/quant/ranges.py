@@ -12,7 +12,6 @@ from torch import Tensor
 
 from qsparse.quant.schemes import scale_and_zero, to_integers, to_reals
 
-CALIBRATIONS = ("minmax", "percentile", "mse", "entropy", "fixed")
 _STEPS = 100  # fractions of the extremes that mse tries
 _BINS = 2048  # of entropy's histogram, on each side of zero
 _MOST_CUT = 0.01  # of the values, that entropy cuts off

@@ -7,7 +7,6 @@ Source: B. Jacob et al., "Quantization and Training of Neural Networks for Effic
 import torch
 from torch import Tensor
 
-GRANULARITIES = ("tensor", "channel", "group")
 _SMALLEST_NORMAL = torch.finfo(torch.float32).tiny
 
 

@@ -9,13 +9,13 @@ import torch
 from qsparse.errors import UserError
 from qsparse.models import MLP
 from qsparse.nn import QuantLinear
-from qsparse.quant import QuantConfig, quantize, schemes
+from qsparse.quant import QuantConfig, config, quantize, schemes
 from qsparse.quant.bias_correction import corrected_bias
 from qsparse.quant.gptq import gptq, inverse_factor
 from qsparse.quant.smoothquant import migrate, smoothing
 
 IMAGES = torch.randint(0, 256, (300, 784), dtype=torch.uint8, generator=torch.Generator().manual_seed(5))
-GRANULARITIES = pytest.mark.parametrize("granularity", schemes.GRANULARITIES)
+GRANULARITIES = pytest.mark.parametrize("granularity", config.GRANULARITIES)
 
 
 def correlated(s: int, k: int, seed: int = 0) -> torch.Tensor:
@@ -107,7 +107,7 @@ def test_gptq_of_zeros_and_of_nothing():
     W = torch.randn(4, 70)
     W[1] = 0
     assert not reals(gptq(W, correlated(50, 70), 4, "group", 32), W, "group", 32)[1].any()
-    for granularity in schemes.GRANULARITIES:
+    for granularity in config.GRANULARITIES:
         assert gptq(torch.zeros(3, 0), torch.zeros(5, 0), 4, granularity)[0].shape == (3, 0)
 
 

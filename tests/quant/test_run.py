@@ -14,7 +14,7 @@ from qsparse import checkpoint, cli, compress
 from qsparse.collect import collect
 from qsparse.errors import UserError
 from qsparse.measure import measure
-from qsparse.quant import CALIBRATIONS, QuantConfig, config, quantize, schemes
+from qsparse.quant import QuantConfig, quantize
 from qsparse.report import show
 from qsparse.train.config import TrainConfig
 from qsparse.train.fit import evaluate
@@ -36,14 +36,6 @@ def invoke(*arguments) -> dict:
     result = CliRunner().invoke(cli.app, [*map(str, arguments), "--device", "cpu", "--json"])
     assert result.exit_code == 0, result.output
     return json.loads(result.stdout)
-
-
-def test_the_choices_are_those_of_the_rooms():
-    assert tuple(cli.Dtype) == (*config.DTYPES, *config.SIMULATED)
-    assert tuple(cli.Activations) == config.ACTIVATIONS
-    assert tuple(cli.Calibration) == CALIBRATIONS
-    assert tuple(cli.Granularity) == schemes.GRANULARITIES
-    assert tuple(cli.Method) == config.METHODS
 
 
 def test_the_options_left_out_are_those_of_the_config(run):

@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from qsparse import kernels
-from qsparse.quant import schemes
+from qsparse.quant import config, schemes
 
 
 def back(w, bits, granularity, group=64, symmetric=True):
@@ -16,7 +16,7 @@ def back(w, bits, granularity, group=64, symmetric=True):
 
 @pytest.mark.parametrize("bits", range(2, 9))
 @pytest.mark.parametrize("symmetric", [True, False])
-@pytest.mark.parametrize("granularity", schemes.GRANULARITIES)
+@pytest.mark.parametrize("granularity", config.GRANULARITIES)
 def test_rounding_is_off_by_half_a_step_at_most(bits, symmetric, granularity):
     w = torch.randn(6, 150, generator=torch.Generator().manual_seed(bits))
     q, s, rounded = back(w, bits, granularity, 64, symmetric)
@@ -64,7 +64,7 @@ def test_the_last_group_is_short():
 
 
 @pytest.mark.parametrize("symmetric", [True, False])
-@pytest.mark.parametrize("granularity", schemes.GRANULARITIES)
+@pytest.mark.parametrize("granularity", config.GRANULARITIES)
 def test_zeros_stay_zeros(granularity, symmetric):
     w = torch.randn(4, 130)
     w[2] = 0
