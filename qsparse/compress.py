@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -65,19 +65,24 @@ class Swept:
 
 
 def quantize_run(
-    run: str | Path | None, config: str | QuantConfig, *, device: str = "auto", console: Console | None = None
+    run: str | Path | None,
+    config: str | QuantConfig,
+    *,
+    device: str = "auto",
+    console: Console | None = None,
+    measuring: Mapping[str, Any] | None = None,
 ) -> Compressed:
     """Quantize a run's model as `config` says (a dtype alone: fp16, bf16 or int8), save it as RUN/<variant>, measure it
     beside the baseline, and append the rows to the run's rows.jsonl. A simulation is measured and not saved.
 
-    run: the run directory; None for the newest. device: auto, cpu or cuda. console: where progress goes. Calibration
-    looks at images of the validation split.
+    run: the run directory; None for the newest. device: auto, cpu or cuda. console: where progress goes. measuring:
+    options of `measure` (batches, budget_s, peers). Calibration looks at images of the validation split.
     Raises UserError for an unknown dtype, a run that is not there or not done, calibration without a validation split,
     and as `checkpoint.load`, `quantize` and `measure`.
     """
     if isinstance(config, str):
         config = QuantConfig(config)
-    source = _open(run, device, console)
+    source = _open(run, device, console, measuring)
     with _aloud(source, CalibrationWarning):
         model = quantize(source.model, config, source.dataset.validation.images if config.needs_data else None)
     return _save_and_measure(source, config.variant, model, config.fields(), save=not config.simulate)
@@ -108,6 +113,7 @@ def sparsify_run(
     lr: float | None = None,
     device: str = "auto",
     console: Console | None = None,
+    measuring: Mapping[str, Any] | None = None,
     seed: int | None = None,
     schedule: str = "one-shot",
     epochs: int = 0,
@@ -117,9 +123,9 @@ def sparsify_run(
     them as `format` (csr or coo), save the model as RUN/<format>-<density> and whatever else tells this pruning from
     others, measure it beside the baseline, and append the rows to the run's rows.jsonl.
 
-    run, device, console: as in `quantize_run`. finetune_epochs: epochs of training with the pruned weights held at
-    zero, before they are dropped. Its learning rate decays linearly from `lr` (None: the run's own) to zero; all else
-    is as the run was trained.
+    run, device, console, measuring: as in `quantize_run`. finetune_epochs: epochs of training with the pruned weights
+    held at zero, before they are dropped. Its learning rate decays linearly from `lr` (None: the run's own) to zero;
+    all else is as the run was trained.
     schedule: "one-shot", or "gradual": the density falls over `epochs` epochs of training, which the fine-tuning goes
     on with (see `sparse/gradual.py`).
     pruning: the other settings of a `SparseConfig`: pruner, distribution, min_density, pattern, samples. seed: its
@@ -132,7 +138,7 @@ def sparsify_run(
     if lr is not None:
         TrainConfig(lr=lr)  # refuses a bad rate before anything is loaded
     _check_schedule(sparse, schedule, epochs)
-    source = _open(run, device, console)
+    source = _open(run, device, console, measuring)
     if seed is None:
         sparse = dataclasses.replace(sparse, seed=source.config.seed)
     trained = epochs + finetune_epochs
@@ -206,12 +212,15 @@ class _Source:
     dataset: Dataset
     device: torch.device
     console: Console | None
+    measuring: Mapping[str, Any]
 
     def say(self, sentence: str) -> None:
         say(self.console, sentence)
 
 
-def _open(run: str | Path | None, device: str, console: Console | None) -> _Source:
+def _open(
+    run: str | Path | None, device: str, console: Console | None, measuring: Mapping[str, Any] | None = None
+) -> _Source:
     run = checkpoint.find_run(run)
     if not checkpoint.is_finished(run):
         raise UserError(checkpoint.unfinished(run))
@@ -220,7 +229,7 @@ def _open(run: str | Path | None, device: str, console: Console | None) -> _Sour
     config = dataclasses.replace(read_train_config(run), backend="auto")  # fine-tuning goes through the layers
     model = checkpoint.load(run, target)
     dataset = load_dataset(run, console)
-    return _Source(run, config, model, dataset.to(target), target, console)
+    return _Source(run, config, model, dataset.to(target), target, console, measuring or {})
 
 
 def _check_schedule(sparse: SparseConfig, schedule: str, epochs: int) -> None:
@@ -290,6 +299,7 @@ def _save_and_measure_all(
             device=source.device,
             run=str(source.run),
             details=facts,
+            **source.measuring,
         )
     checkpoint.append_rows(source.run, rows)
     return Swept(source.run, saved, rows)
