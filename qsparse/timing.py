@@ -17,6 +17,7 @@ _WARMUP_ROUNDS = 3
 _ENOUGH_ROUNDS = 20
 _LEAST_ROUNDS = 3
 _GRAPH_WARMUP_ROUNDS = 20
+_WARMUP_SHARE = 5  # of few repetitions, which are long calls, a fifth is warming enough
 # The flush must outlast the host's launch of the next replay, or the host's time would be counted: 512 MiB take 0.1 ms
 # at the 4.3 TB/s of an H200, several times a launch.
 _FLUSH_BYTES = 512 * 2**20
@@ -71,8 +72,9 @@ def graph_times(
         graphs, outputs = {}, {}
         for name, call in calls.items():
             graphs[name], outputs[name] = _capture(call)
+        warmup = min(_GRAPH_WARMUP_ROUNDS, -(-repetitions // _WARMUP_SHARE))
         events: dict[str, list[tuple[torch.cuda.Event, torch.cuda.Event]]] = {name: [] for name in calls}
-        for _ in range(_GRAPH_WARMUP_ROUNDS + repetitions):
+        for _ in range(warmup + repetitions):
             for name, graph in graphs.items():
                 start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
                 flush.zero_()
@@ -81,7 +83,7 @@ def graph_times(
                 end.record()
                 events[name].append((start, end))
         torch.cuda.synchronize()
-        counted = {name: pairs[_GRAPH_WARMUP_ROUNDS:] for name, pairs in events.items()}
+        counted = {name: pairs[warmup:] for name, pairs in events.items()}
         samples = {name: [start.elapsed_time(end) * 1e3 for start, end in pairs] for name, pairs in counted.items()}
         return samples, {name: output.clone() for name, output in outputs.items()}
 
