@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 import time
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -27,12 +27,12 @@ from qsparse.bench.harness import (
     append,
     compete,
     copy_gbps,
-    geometric_mean,
     product_reference,
     row,
 )
 from qsparse.bench.peers import pytorch
 from qsparse.bench.shapes import CPU_SHAPES, DUEL, GPU_SHAPES, LARGEST, Shape
+from qsparse.bench.summary import NO_CEILING, Ceilings, means
 from qsparse.errors import UserError
 from qsparse.measure import environment
 
@@ -40,10 +40,8 @@ DTYPES = ("float16", "bfloat16", "float32", "int8")
 GPU_DTYPES, CPU_DTYPES = ("float16", "bfloat16", "float32"), ("float32", "bfloat16", "int8")
 LAYOUTS = ("nt", "nn", "tn")
 EPILOGUES = ("none", "bias_relu")
-GROUP = ("op", "dtype", "precision", "epilogue", "layout", "peer")
-"""The fields whose rows are compared with each other and averaged; shapes differ within a group."""
-
-_GROWN = 2048**3  # "2048³ and above"
+TIER_DTYPES = {"simt": GPU_DTYPES, "sm80": ("float16", "bfloat16"), "sm90": GPU_DTYPES}
+"""What our tiers multiply."""
 
 
 @dataclass(frozen=True)
@@ -149,41 +147,6 @@ def _peers(given: Problem, variant: Variant, reference: Reference) -> dict[str, 
     return {name: Contender(call, reference, tolerance) for name, call in calls.items()}
 
 
-@dataclass
-class Ceilings:
-    """The most that this device reached in this run: TFLOP/s by (dtype, precision), and GB/s of a copy."""
-
-    gbps: float
-    tflops: dict[tuple[str, str | None], float] = field(default_factory=dict)
-
-    def know(self, dtype: str) -> bool:
-        return any(known == dtype for known, _ in self.tflops)
-
-    def learn(self, rows: Iterable[dict]) -> None:
-        """Take the best of ours and the peers' plain products from rows of the largest shape."""
-        for each in rows:
-            if tuple(each["shape"]) == LARGEST and each["epilogue"] == "none" and each["layout"] == "nt":
-                key = each["dtype"], each["precision"]
-                fastest = min((us for us in (each["us"], each["peer_us"]) if us), default=None)
-                if fastest:
-                    work = 2 * LARGEST[0] * LARGEST[1] * LARGEST[2]
-                    self.tflops[key] = max(self.tflops.get(key, 0.0), work / fastest / 1e6)
-
-    def share(self, each: dict) -> dict:
-        """The row's percent of the ceiling: the least time that work and bytes allow, over the time taken."""
-        compute = self.tflops.get((each["dtype"], each["precision"]))
-        if not each["us"] or not compute:
-            return {"percent_of_ceiling": None, "bound": None, "ceiling_tflops": None, "ceiling_gbps": None}
-        shares = {"compute": each["tflops"] / compute, "memory": each["gbps"] / self.gbps}
-        bound = max(shares, key=shares.__getitem__)
-        return {
-            "percent_of_ceiling": round(100 * shares[bound], 2),
-            "bound": bound,
-            "ceiling_tflops": round(compute, 1),
-            "ceiling_gbps": round(self.gbps, 0),
-        }
-
-
 def measure_problem(
     given: Problem,
     variants: Iterable[Variant],
@@ -254,16 +217,16 @@ def bench(
     out: Path | None = None,
     say: Callable[[str], None] = lambda line: None,
 ) -> Result:
-    """Measure every dtype, layout and shape on `device` (nothing given: those that make sense there).
+    """Measure every dtype, layout and shape on `device` (nothing given: those that make sense there, or in `tier`).
 
     `tier` takes that tier of ours instead of the best one. `duel` adds the product of 4096³ in float32 on the CPU
-    against the GPU (None: where there is a GPU). Rows are appended to `out` as they come, `say` hears what is being
+    against the GPU (None: where there is a GPU and float32 is measured, in no tier of its own). Rows are appended to `out` as they come, `say` hears what is being
     measured.
 
     Raises UserError for what this device does not do, before anything runs.
     """
     on_gpu = device.type == "cuda"
-    dtypes = tuple(dtypes) or (GPU_DTYPES if on_gpu else CPU_DTYPES)
+    dtypes = tuple(dtypes) or (TIER_DTYPES.get(tier, GPU_DTYPES) if on_gpu else CPU_DTYPES)
     shapes, layouts = tuple(shapes) or (GPU_SHAPES if on_gpu else CPU_SHAPES), tuple(layouts)
     if on_gpu and "int8" in dtypes:
         raise UserError("--dtype int8 is compared on the CPU only: add --device cpu, or leave it out")
@@ -291,8 +254,8 @@ def bench(
             measured = _measure(shape, dtype, layout, device, where, repetitions, tier)
             if ceilings:
                 ceilings.learn(measured)
-            keep(each | (ceilings.share(each) if ceilings else _NO_CEILING) for each in measured)
-    if duel or (duel is None and on_gpu):
+            keep(each | (ceilings.share(each) if ceilings else NO_CEILING) for each in measured)
+    if duel or (duel is None and on_gpu and tier is None and "float32" in dtypes):
         say("float32 duel of CPU and GPU")
         keep(each | ceilings.share(each) for each in run_duel(device, where))
     ceiling = None
@@ -303,9 +266,6 @@ def bench(
             f"TFLOP/s of ours and cuBLAS at 8192³ in this run ({best}) and a copy's {ceilings.gbps:.0f} GB/s"
         )
     return Result(rows, means(rows), ceiling)
-
-
-_NO_CEILING = {"percent_of_ceiling": None, "bound": None, "ceiling_tflops": None, "ceiling_gbps": None}
 
 
 def _order(layouts: Iterable[str], shapes: Iterable[Shape]) -> Iterator[tuple[str, Shape]]:
@@ -366,34 +326,3 @@ def run_duel(device: torch.device, environment: dict, shape: Shape = DUEL) -> li
         )
         for variant in variants
     ]
-
-
-def means(rows: Iterable[dict]) -> list[dict]:
-    """The geometric mean of the ratios of each group, over all shapes and over those of 2048³ products and more.
-
-    A mean is null where a shape has no ratio (a wrong kernel, or none that large).
-    """
-    groups: dict[tuple, list[dict]] = {}
-    for each in rows:
-        groups.setdefault(tuple(each[name] for name in GROUP), []).append(each)
-    found = []
-    for key, members in groups.items():
-        grown = [each for each in members if each["shape"][0] * each["shape"][1] * each["shape"][2] >= _GROWN]
-        worst = min((each for each in members if each["ratio"]), key=lambda each: each["ratio"], default=None)
-        found.append(
-            dict(zip(GROUP, key, strict=True))
-            | {
-                "shapes": len(members),
-                "ratio": _mean(members),
-                "ratio_from_2048": _mean(grown),
-                "worst_ratio": worst and worst["ratio"],
-                "worst_shape": worst and worst["shape"],
-            }
-        )
-    return found
-
-
-def _mean(rows: list[dict]) -> float | None:
-    if not rows or not all(each["ratio"] for each in rows):
-        return None
-    return round(geometric_mean(each["ratio"] for each in rows), 4)

@@ -12,6 +12,8 @@ from rich.measure import Measurement
 from rich.table import Table
 from rich.text import Text
 
+from qsparse.bench.summary import group
+
 _MISSING = "-"
 _TIMERS = {
     "cuda_graph": "Median device time of a CUDA-graph replay, L2 cache flushed before it, kernel and peers in turn.",
@@ -42,15 +44,13 @@ def _tables(rows: Iterable[dict]) -> dict[tuple, list[dict]]:
     """Rows by what a table has in common: everything but shape and peer; the duel stands alone."""
     found: dict[tuple, list[dict]] = {}
     for row in rows:
-        key = (row["op"], row["dtype"], row["precision"], row["epilogue"], row["layout"], row["peer"] == "cpu")
-        found.setdefault(key, []).append(row)
+        found.setdefault((group(row), row["peer"] == "cpu"), []).append(row)
     return found
 
 
 def _table(key: tuple, rows: list[dict], means: list[dict]) -> Table:
-    op, dtype, precision, epilogue, layout, duel = key
-    parts = (op, dtype, precision, layout, "" if epilogue == "none" else epilogue, "GPU against CPU" if duel else "")
-    title = " ".join(part for part in parts if part)
+    common, duel = key
+    title = " ".join([*(part for part in common if part and part != "none"), *(["GPU against CPU"] if duel else [])])
     table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False, title=title, title_justify="left")
     peers = list(dict.fromkeys(row["peer"] for row in rows))
     by_shape: dict[tuple, list[dict]] = {}
@@ -58,7 +58,7 @@ def _table(key: tuple, rows: list[dict], means: list[dict]) -> Table:
         by_shape.setdefault(tuple(row["shape"]), []).append(row)
     lines = [_cells(members, peers) for members in by_shape.values()]
     for name, field in (("geometric mean", "ratio"), ("2048³ and above", "ratio_from_2048")):
-        mean_of = {mean["peer"]: mean[field] for mean in means if _key(mean) == key[:5]}
+        mean_of = {mean["peer"]: mean[field] for mean in means if group(mean) == common}
         if len(by_shape) > 1 and any(mean_of.get(peer) for peer in peers):
             lines.append({"M, N, K": name} | {_heading(peer, "ratio"): _ratio(mean_of.get(peer)) for peer in peers})
     # a column without a figure (the host's time on a CPU) is left out
@@ -68,10 +68,6 @@ def _table(key: tuple, rows: list[dict], means: list[dict]) -> Table:
     for line in lines:
         table.add_row(*(Text(line.get(heading, "")) for heading in headings), style="" if "tier" in line else "bold")
     return table
-
-
-def _key(mean: dict) -> tuple:
-    return mean["op"], mean["dtype"], mean["precision"], mean["epilogue"], mean["layout"]
 
 
 def _heading(peer: str, what: str) -> str:

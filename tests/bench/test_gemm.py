@@ -9,7 +9,7 @@ import torch
 from typer.testing import CliRunner
 
 from qsparse import cli, kernels
-from qsparse.bench import gemm, harness, tables
+from qsparse.bench import gemm, harness, summary, tables
 from qsparse.bench.command import WRONG
 from qsparse.errors import UserError
 
@@ -175,8 +175,31 @@ def test_a_tier_that_the_face_refuses_is_the_users_mistake(monkeypatch):
         gemm._measure((1, 2, 3), "float32", "nt", CPU, {}, 1, "sm80")
 
 
+@pytest.mark.parametrize(("tier", "dtypes"), [(None, gemm.GPU_DTYPES), ("sm80", ("float16", "bfloat16"))])
+def test_a_tier_is_measured_in_the_dtypes_that_it_has(monkeypatch, tier, dtypes):
+    measured = []
+    monkeypatch.setattr(gemm, "_measure", lambda shape, dtype, *more, **options: measured.append(dtype) or [])
+    monkeypatch.setattr(gemm, "copy_gbps", lambda device: 1000.0)
+    monkeypatch.setattr(gemm, "environment", lambda device: {})
+    gemm.bench(torch.device("cuda", 0), shapes=[gemm.LARGEST], tier=tier, duel=False)
+    assert tuple(measured) == dtypes
+
+
+def test_the_duel_is_float32s_and_of_no_tier(monkeypatch):
+    dueled = []
+    monkeypatch.setattr(gemm, "_measure", lambda *arguments, **options: [])
+    monkeypatch.setattr(gemm, "run_duel", lambda *arguments: dueled.append(arguments) or [])
+    monkeypatch.setattr(gemm, "copy_gbps", lambda device: 1000.0)
+    monkeypatch.setattr(gemm, "environment", lambda device: {})
+    for options in ({"dtypes": ["float16"]}, {"tier": "sm90"}, {"duel": False}):
+        gemm.bench(torch.device("cuda", 0), shapes=[gemm.LARGEST], **options)
+    assert not dueled
+    gemm.bench(torch.device("cuda", 0), shapes=[gemm.LARGEST])
+    assert len(dueled) == 1
+
+
 def make_row(shape, ratio, **fields):
-    row = dict.fromkeys((*FIELDS, *gemm.GROUP)) | {"shape": list(shape), "ratio": ratio}
+    row = dict.fromkeys((*FIELDS, *summary.GROUP)) | {"shape": list(shape), "ratio": ratio}
     return row | {"op": "gemm", "dtype": "float16", "epilogue": "none", "layout": "nt", "peer": "cublas"} | fields
 
 
@@ -188,7 +211,7 @@ def test_means_are_geometric_by_group_and_apart_for_large_products():
         make_row((64, 64, 64), 3.0, peer="cublaslt"),
         make_row((64, 64, 64), None, dtype="bfloat16"),
     ]
-    first, second, third = gemm.means(rows)
+    first, second, third = summary.means(rows)
     assert first["ratio"] == pytest.approx(2.0)
     assert first["ratio_from_2048"] == pytest.approx(4.0)
     assert (first["worst_ratio"], first["worst_shape"], first["shapes"]) == (0.5, [64, 64, 64], 3)
@@ -197,7 +220,7 @@ def test_means_are_geometric_by_group_and_apart_for_large_products():
 
 
 def test_the_ceiling_is_the_best_of_ours_and_the_peers_at_the_largest_shape():
-    ceilings = gemm.Ceilings(gbps=1000.0)
+    ceilings = summary.Ceilings(gbps=1000.0)
     work = 2 * 8192**3
     ceilings.learn(
         [
@@ -233,7 +256,7 @@ def test_peers_stand_beside_each_other_in_the_table(capsys):
         for shape in shapes
         for peer, ratio in (("cublas", 1.25), ("cublaslt", 0.8))
     ]
-    tables.show(rows, gemm.means(rows), "of something")
+    tables.show(rows, summary.means(rows), "of something")
     text = capsys.readouterr().out
     lines = [line for line in text.splitlines() if line.strip().startswith(("1, 2, 3", "4, 5, 6", "geometric"))]
     assert len(lines) == 3
