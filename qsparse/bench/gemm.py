@@ -220,8 +220,8 @@ def bench(
     """Measure every dtype, layout and shape on `device` (nothing given: those that make sense there, or in `tier`).
 
     `tier` takes that tier of ours instead of the best one. `duel` adds the product of 4096³ in float32 on the CPU
-    against the GPU (None: where there is a GPU and float32 is measured, in no tier of its own). Rows are appended to `out` as they come, `say` hears what is being
-    measured.
+    against the GPU (None: where there is a GPU and float32 is measured, in no tier of its own). Rows are appended to
+    `out` as they come, `say` hears what is being measured.
 
     Raises UserError for what this device does not do, before anything runs.
     """

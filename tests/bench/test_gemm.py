@@ -237,7 +237,7 @@ def test_the_ceiling_is_the_best_of_ours_and_the_peers_at_the_largest_shape():
     assert (share["percent_of_ceiling"], share["bound"]) == (50.0, "compute")
     share = ceilings.share(make_row((1, 1, 1), 1.0, us=5.0, tflops=top / 2, gbps=750.0))
     assert (share["percent_of_ceiling"], share["bound"]) == (75.0, "memory")
-    assert ceilings.share(make_row((1, 1, 1), 1.0, us=5.0, dtype="float32"))["percent_of_ceiling"] is None
+    assert ceilings.share(make_row((1, 1, 1), 1.0, us=5.0, dtype="float32", tflops=1.0))["percent_of_ceiling"] is None
 
 
 def test_the_largest_shape_is_measured_first():

@@ -140,8 +140,8 @@ def test_the_tier_is_that_of_the_kernels_that_were_launched(monkeypatch):
 
 def test_slow_calls_are_repeated_less():
     assert harness._repetitions(100, [0.004, 0.005]) == 100
-    assert harness._repetitions(100, [0.02, 0.04]) == 50
-    assert harness._repetitions(30, [0.02, 0.04]) == 30
+    assert harness._repetitions(100, [0.02, 0.04]) == 16
+    assert harness._repetitions(15, [0.02, 0.04]) == 15
     assert harness._repetitions(100, [1.0]) == 10
 
 
