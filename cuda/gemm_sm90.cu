@@ -1,401 +1,98 @@
-// y = act(alpha · x · wᵀ + bias) on Hopper's tensor cores: TMA loads, wgmma, TMA stores. half, bfloat16 or tf32 (float
-// that the copy engine rounds to 11 bits) in, sums in float.
+// y = act(alpha · x · wᵀ + bias) on Hopper's tensor cores. half, bfloat16 or tf32 (float that the copy engine rounds to
+// 11 bits) in, sums in float. The pipeline, and what X_K, W_K and the sizes mean: common/gemm_sm90.cuh.
 //
-//   x (M, K), w (N, K), y (M, N) row-major, bias (N,) or null. X_K / W_K false: that operand lies transposed in
-//   memory, (K, M) or (K, N), as the backward products need it.
+//   x (M, K), w (N, K), y (M, N), bias (N,) or null.
 //   mask (M, ceil(N / 64)) 64-bit words: bit n % 64 of word n / 64 says whether y[m][n] > 0. WRITE_MASK writes it;
 //   APPLY_MASK reads it, and y is zero where the bit is: the backward of the ReLU that wrote it.
-//
-// The ideas, outermost first:
-//   persistent clusters   as many clusters as fit on the chip; each takes tile after tile, in groups of neighbouring
-//                         rows so that what is in L2 is used again.
-//   multicast             the CM x CN blocks of a cluster compute neighbouring tiles; each loads a share of the x tile
-//                         (common to CN of them) and of the w tile (common to CM) and sends it to all that need it.
-//   warp specialisation   one warpgroup only starts TMA loads, STAGES deep; CONSUMERS warpgroups only multiply. A
-//                         `full` barrier a stage counts the bytes that arrive, an `empty` one the consumers that left.
-//   sharing or turns      two consumers share one big tile, which needs the fewest bytes; or (PINGPONG) they take
-//                         tiles in turn, so that one writes its results while the other multiplies.
-//   parts                 (PARTS 2) float operands arrive as two halves each, high and low, that add up to 22 bits, and
-//                         scaled by a power of two a row (gemm_split.cu). Three products are summed, the small ones
-//                         first. The tensor cores truncate where they should round, which shrinks a sum of many steps;
-//                         so every other step of the big product is moved to registers and added there.
-//   split K               where there are too few tiles to fill the chip, the SPLIT blocks of a cluster share one tile
-//                         and divide K; they add up through distributed shared memory, in a fixed order.
+//   PARTS 2: operands in two halves, scaled by x_scale (M,) and w_scale (N,), powers of two.
 
-#include "common/wgmma.cuh"
-
-constexpr int ROW = 128;         // bytes of K in a stage: the width of a swizzled row
-constexpr int STEPS = ROW / 32;  // one wgmma takes 32 of them
-constexpr int WARPGROUP = 128;
-// All consumers; a consumer's own (+ its number); whose turn it is (+ its number); barriers are initialised.
-enum NamedBarrier { ALL = 1, OWN = 2, TURN = 6, READY = 9 };
+#include "common/gemm_sm90.cuh"
 
 // Halves that stand for floats come with a float bias.
 template <typename T, int PARTS> struct BiasType { using type = T; };
 template <typename T> struct BiasType<T, 2> { using type = float; };
 template <typename T, int PARTS> using Bias = typename BiasType<T, PARTS>::type;
 
-template <typename T, typename O, bool X_K, bool W_K, int BM, int BN, int CONSUMERS, int STAGES, int CM, int CN,
-          int SPLIT, int PANELS, bool PINGPONG, int MASK, int PARTS>
-struct Config {
-    static constexpr int SHARERS = PINGPONG ? 1 : CONSUMERS;  // consumers that share a tile, each its own rows
-    static constexpr int MI = BM / (64 * SHARERS);            // 64-row wgmma tiles a consumer
-    static constexpr int CLUSTER = CM * CN * SPLIT;
-    static constexpr int BK = ROW / sizeof(T);
-    static constexpr int X_BYTES = BM * ROW, W_BYTES = BN * ROW;
-    static constexpr int PRODUCTS = PARTS == 2 ? 3 : 1;
-    static constexpr bool STAGED = sizeof(O) == 2 && SPLIT == 1;  // y leaves through shared memory and TMA
-    static constexpr int PANEL_BYTES = 64 * 128;                   // 64 rows of 64 16-bit values
-    static constexpr int Y_BYTES = STAGED ? CONSUMERS * PANELS * PANEL_BYTES : 0;
-    static constexpr int SHARED = STAGES * (X_BYTES + W_BYTES) + Y_BYTES + CONSUMERS * BN * sizeof(Bias<T, PARTS>) +
-                                  2 * STAGES * 8 + 1024;  // 1,024 to align
-    static_assert(CONSUMERS <= 2, "the registers are divided among two consumers at most");
-    static_assert(BM == 64 * SHARERS * MI, "consumers divide the tile into whole 64-row wgmma tiles");
-    static_assert(sizeof(T) == 2 || (X_K && W_K), "wgmma reads tf32 K-major only");
-    static_assert(PARTS == 1 || (sizeof(O) == 4 && SPLIT == 1 && MI * BN <= 128), "two sets of sums must fit");
-    static_assert(MI * BN <= 256, "a consumer's accumulators must fit its registers");
-    static_assert(SPLIT == 1 || (CM == 1 && CN == 1), "a cluster either splits K or multicasts");
-    static_assert(SPLIT == 1 || BM * BN * 4 <= STAGES * (X_BYTES + W_BYTES), "split sums reuse the stages' memory");
-    static_assert(!PINGPONG || (SPLIT == 1 && CONSUMERS == 2), "two consumers take turns at whole tiles");
-    static_assert(BM / CN % (X_K ? 32 : 64) == 0 && BN / CM % (W_K ? 32 : 64) == 0,
-                  "each block of a cluster loads whole boxes, 64 wide where M or N is contiguous");
-    static_assert(SHARED <= 227 * 1024, "more shared memory than Hopper gives a block");
-};
-
-enum Flag { RELU = 1, TMA_STORE = 2, ACCUMULATE = 4, PAIRS = 8 };  // as in the Python face
 enum Mask { NO_MASK, WRITE_MASK, APPLY_MASK };
 
-// Load this block's share of a tile of ROWS rows (M or N) and one step of K, and send it to the blocks in `mask`.
-// Both layouts put 64 rows in 8,192 contiguous bytes, so a share starts at the same offset either way.
-template <bool K_MAJOR, int ROWS, int SHARES>
-__device__ __forceinline__ void load_tile(char* tile, const TensorMap* map, unsigned long long* barrier, int row, int k,
-                                          int share, unsigned short mask) {
-    constexpr int MINE = ROWS / SHARES;
-    row += share * MINE;
-    tile += share * MINE * ROW;
-    constexpr int BOX = K_MAJOR ? MINE : 64;
-#pragma unroll
-    for (int r = 0; r < MINE; r += BOX) {
-        const int inner = K_MAJOR ? k : row + r, outer = K_MAJOR ? row + r : k;
-        if (SHARES == 1) tma_load(tile + r * ROW, map, barrier, inner, outer);
-        else tma_load_multicast(tile + r * ROW, map, barrier, inner, outer, mask);
+template <typename T, typename O, int BN, int MASK, int PARTS> struct FloatEpilogue {
+    using Sum = float;
+    using Value = float;
+    using Out = O;
+    using B = Bias<T, PARTS>;
+    static constexpr int COLUMN_BYTES = sizeof(B);
+    static constexpr bool ACCUMULATES = true;
+
+    const B* bias;
+    unsigned char* mask;
+    const float* x_scale;
+    const float* w_scale;
+    int M, N;
+    float alpha, bound;  // ReLU's 0, or no bound
+    B* biases;           // of this tile's columns
+    int n0;
+
+    template <class Sync> __device__ __forceinline__ void begin(char* columns, int first, int thread, Sync sync) {
+        n0 = first;
+        biases = reinterpret_cast<B*>(columns);
+        if (!bias) return;
+        sync();  // the previous tile's biases are no longer read
+        for (int i = thread; i < BN; i += WARPGROUP) biases[i] = n0 + i < N ? bias[n0 + i] : from_float<B>(0.0f);
+        sync();
     }
-}
 
-template <int A, int B> __device__ __forceinline__ void zero(float (&values)[A][B]) {
-#pragma unroll
-    for (int i = 0; i < A * B; ++i) values[i / B][i % B] = 0.0f;
-}
+    __device__ __forceinline__ void rows(int) {}
 
-template <int A, int B> __device__ __forceinline__ void add(float (&to)[A][B], const float (&values)[A][B]) {
-#pragma unroll
-    for (int i = 0; i < A * B; ++i) to[i / B][i % B] += values[i / B][i % B];
-}
-
-template <typename T> __device__ __forceinline__ unsigned pack(float low, float high) {
-    const auto pair = pair_from<T>(low, high);
-    return *reinterpret_cast<const unsigned*>(&pair);
-}
-
-// Where the copy engine cannot store y (its rows are not multiples of 16 bytes), the threads do, element by element.
-template <typename O>
-__device__ __noinline__ void copy_panel(const char* panel, O* y, int m0, int n0, int M, int N, bool accumulate,
-                                        int thread) {
-    for (int e = thread; e < 64 * 64; e += WARPGROUP) {
-        const int row = e / 64, column = e % 64;
-        if (m0 + row >= M || n0 + column >= N) continue;
-        const int at = row * 128 + (column / 8 ^ row % 8) * 16 + column % 8 * 2;
-        O value = *reinterpret_cast<const O*>(panel + at);
-        O* const to = y + static_cast<long long>(m0 + row) * N + n0 + column;
-        *to = accumulate ? from_float<O>(to_float(value) + to_float(*to)) : value;
+    __device__ __forceinline__ void finish(int, int, int m, int column, float a, float b, float& low, float& high) {
+        low = a, high = b;
+        if constexpr (PARTS == 2) {  // powers of two: exact
+            const float by_row = m < M ? x_scale[m] : 0.0f;
+            low *= by_row * (n0 + column < N ? w_scale[n0 + column] : 0.0f);
+            high *= by_row * (n0 + column + 1 < N ? w_scale[n0 + column + 1] : 0.0f);
+        }
+        low *= alpha, high *= alpha;
+        if (bias) {
+            low += to_float(biases[column]);
+            high += to_float(biases[column + 1]);
+        }
+        low = max_nan(low, bound), high = max_nan(high, bound);
+        if constexpr (MASK != NO_MASK) {
+            // The four lanes of a row hold 8 neighbouring columns, which is one byte of the mask.
+            const bool inside = m < M && n0 + column < N;
+            unsigned char* const at = mask + m * (static_cast<long long>(N + 63) / 64 * 8) + (n0 + column) / 8;
+            if constexpr (MASK == APPLY_MASK) {
+                const unsigned byte = inside ? *at >> column % 8 : 0;
+                if (!(byte & 1)) low = 0.0f;
+                if (!(byte & 2)) high = 0.0f;
+            } else {
+                unsigned byte = (low > 0.0f ? 1u : 0u) << column % 8 | (high > 0.0f ? 2u : 0u) << column % 8;
+                byte |= __shfl_xor_sync(~0u, byte, 1);
+                byte |= __shfl_xor_sync(~0u, byte, 2);
+                if (threadIdx.x % 4 == 0 && inside) *at = byte;
+            }
+        }
     }
-}
+
+    static __device__ __forceinline__ O out(float v) { return from_float<O>(v); }
+    static __device__ __forceinline__ typename Pair<O>::type pair(float low, float high) {
+        return pair_from<O>(low, high);
+    }
+    static __device__ __forceinline__ unsigned pack(float low, float high) {
+        const auto both = pair(low, high);
+        return *reinterpret_cast<const unsigned*>(&both);
+    }
+};
 
 template <typename T, typename O, bool X_K, bool W_K, int BM, int BN, int CONSUMERS, int STAGES, int CM, int CN,
           int SPLIT, int PANELS, bool PINGPONG, int MASK, int PARTS>
-__global__ void __cluster_dims__(CM * CN * SPLIT, 1, 1) __launch_bounds__(WARPGROUP * (CONSUMERS + 1), CONSUMERS > 1 || BN > 128 ? 1 : 2)
+__global__ void __cluster_dims__(CM * CN * SPLIT, 1, 1)
+__launch_bounds__(WARPGROUP * (CONSUMERS + 1), CONSUMERS > 1 || BN > 128 ? 1 : 2)
 gemm_sm90(const __grid_constant__ TensorMap x_map, const __grid_constant__ TensorMap w_map,
-          const __grid_constant__ TensorMap y_map, const Bias<T, PARTS>* __restrict__ bias, O* y,
-          unsigned char* mask, const float* __restrict__ x_scale, const float* __restrict__ w_scale, int M, int N, int K,
-          float alpha, int flags, int group) {
-    using C = Config<T, O, X_K, W_K, BM, BN, CONSUMERS, STAGES, CM, CN, SPLIT, PANELS, PINGPONG, MASK, PARTS>;
-    extern __shared__ char raw[];
-    char* const shared = raw + (1024 - shared_address(raw) % 1024) % 1024;  // swizzle atoms are 1,024 bytes
-    char* const x_tiles = shared;
-    char* const w_tiles = x_tiles + STAGES * C::X_BYTES;
-    char* const y_tile = w_tiles + STAGES * C::W_BYTES;
-    auto* const biases = reinterpret_cast<Bias<T, PARTS>*>(y_tile + C::Y_BYTES);  // BN a consumer
-    auto* const full = reinterpret_cast<unsigned long long*>(biases + CONSUMERS * BN);
-    auto* const empty = full + STAGES;
-
-    const unsigned rank = C::CLUSTER > 1 ? cluster_rank() : 0;
-    const int cm = SPLIT > 1 ? 0 : rank % CM, cn = SPLIT > 1 ? 0 : rank / CM;
-    if (threadIdx.x == 0) {
-        tma_prefetch(&x_map);
-        tma_prefetch(&w_map);
-        for (int s = 0; s < STAGES; ++s) {
-            mbarrier_init(&full[s], 1);
-            mbarrier_init(&empty[s], C::SHARERS * (SPLIT > 1 ? 1 : CM + CN - 1));
-        }
-        mbarrier_init_fence();
-    }
-    // Alone, the initialising thread, which also loads, need not wait for anybody.
-    const int warpgroup = threadIdx.x / WARPGROUP;
-    if (C::CLUSTER > 1) cluster_sync();
-    else if (warpgroup > 0) barrier_sync(READY, 32 + CONSUMERS * WARPGROUP);
-    else if (threadIdx.x < 32) barrier_arrive(READY, 32 + CONSUMERS * WARPGROUP);
-
-    // Every block of a cluster walks the same list of cluster tiles.
-    const int tiles_m = (M + BM * CM - 1) / (BM * CM), tiles_n = (N + BN * CN - 1) / (BN * CN);
-    const int tiles = tiles_m * tiles_n, clusters = gridDim.x / C::CLUSTER;
-    auto place = [&](int tile, int& m, int& n) {
-        const int first = tile / (group * tiles_n) * group;  // groups of `group` tile rows, walked column by column
-        const int height = min(group, tiles_m - first);
-        const int within = tile % (group * tiles_n);
-        m = ((first + within % height) * CM + cm) * BM;
-        n = ((within / height) * CN + cn) * BN;
-    };
-    const int k_tiles = (K + C::BK - 1) / C::BK;
-    const int k_share = (k_tiles + SPLIT - 1) / SPLIT;
-    const int k_first = SPLIT > 1 ? static_cast<int>(rank) * k_share : 0;
-    const int k_count = max(0, min(k_share, k_tiles - k_first)) * C::PRODUCTS;
-
-    if (warpgroup == 0) {
-        if (CONSUMERS > 1) give_registers<40>();
-        if (threadIdx.x == 0) {
-            unsigned short x_mask = 0, w_mask = 0;
-            for (int i = 0; i < CN; ++i) x_mask |= 1 << (i * CM + cm);
-            for (int i = 0; i < CM; ++i) w_mask |= 1 << (cn * CM + i);
-            int stage = 0;
-            unsigned phase = 0;
-            for (int tile = blockIdx.x / C::CLUSTER; tile < tiles; tile += clusters) {
-                int m, n;
-                place(tile, m, n);
-                for (int k = 0; k < k_count; ++k) {
-                    mbarrier_wait(&empty[stage], phase ^ 1);
-                    mbarrier_expect_bytes(&full[stage], C::X_BYTES + C::W_BYTES);
-                    int at = (k_first + k) * C::BK, x_row = m, w_row = n;
-                    if (PARTS == 2) {  // the low part of an operand lies M (or N) rows below the high one
-                        const int product = k / k_tiles;  // low · high, high · low, high · high
-                        at = k % k_tiles * C::BK;
-                        if (product == 0) x_row += M;
-                        if (product == 1) w_row += N;
-                    }
-                    load_tile<X_K, BM, CN>(x_tiles + stage * C::X_BYTES, &x_map, &full[stage], x_row, at, cn, x_mask);
-                    load_tile<W_K, BN, CM>(w_tiles + stage * C::W_BYTES, &w_map, &full[stage], w_row, at, cm, w_mask);
-                    if (++stage == STAGES) stage = 0, phase ^= 1;
-                }
-            }
-        }
-    } else {
-        if (CONSUMERS > 1) take_registers<232>();
-        const int consumer = warpgroup - 1, share = PINGPONG ? 0 : consumer;
-        const int thread = threadIdx.x % WARPGROUP, lane = thread % 32, warp = thread / 32;
-        const float bound = flags & RELU ? 0.0f : -infinity();
-        int stage = 0;
-        unsigned phase = 0;
-        // The stage is free once every consumer that read it, here and where this block sends to, has said so.
-        auto release = [&](int s) {
-            if (C::CLUSTER == 1 || SPLIT > 1) {
-                if (thread == 0) mbarrier_arrive(&empty[s]);
-            } else if (thread < C::CLUSTER && (thread % CM == cm || thread / CM == cn)) {
-                mbarrier_arrive_at(&empty[s], thread);
-            }
-        };
-
-        int turn = 0;
-        if (PINGPONG && consumer == 1) barrier_arrive(TURN + 0, 2 * WARPGROUP);  // the first turn is consumer 0's
-        for (int tile = blockIdx.x / C::CLUSTER; tile < tiles; tile += clusters) {
-            if (PINGPONG && turn++ % 2 != consumer) {  // the other one's: step over its stages
-                stage += k_count;
-                phase ^= stage / STAGES % 2;
-                stage %= STAGES;
-                continue;
-            }
-            int m0, n0;
-            place(tile, m0, n0);
-            float acc[C::MI][BN / 2];
-            if (k_count == 0) zero(acc);
-            if (bias) {
-                barrier_sync(OWN + consumer, WARPGROUP);  // the previous tile's biases are no longer read
-                for (int i = thread; i < BN; i += WARPGROUP)
-                    biases[consumer * BN + i] = n0 + i < N ? bias[n0 + i] : from_float<Bias<T, PARTS>>(0.0f);
-                barrier_sync(OWN + consumer, WARPGROUP);
-            }
-            // A parity tells two phases apart, no more: a consumer may not wait for its stages while the other's are
-            // still to come.
-            if (PINGPONG) barrier_sync(TURN + consumer, 2 * WARPGROUP);
-            auto next = [&] {
-                if (++stage == STAGES) stage = 0, phase ^= 1;
-            };
-            // Begin the products of wgmma steps FROM to TO of this stage; fresh: into, not onto, these sums.
-            auto multiply = [&](float (&into)[C::MI][BN / 2], bool fresh, int from = 0, int to = STEPS) {
-                const char* xs = x_tiles + stage * C::X_BYTES + share * C::MI * 64 * ROW;
-                const char* ws = w_tiles + stage * C::W_BYTES;
-                wgmma_fence();
-#pragma unroll
-                for (int kk = from; kk < to; ++kk) {
-                    // one wgmma takes 32 bytes along a K-major row, or two groups of 8 rows of an M/N-major panel
-                    const auto b = wgmma_descriptor(ws + kk * (W_K ? 32 : 2048), W_K ? 16 : 64 * ROW);
-#pragma unroll
-                    for (int i = 0; i < C::MI; ++i) {
-                        const auto a = wgmma_descriptor(xs + i * 64 * ROW + kk * (X_K ? 32 : 2048), 16);
-                        wgmma<T, BN, !X_K, !W_K>(into[i], a, b, kk > from || !fresh);
-                    }
-                }
-                wgmma_commit();
-            };
-            int previous = 0;
-            for (int k = 0; k < (PARTS == 2 ? k_count / 3 * 2 : k_count); ++k) {
-                mbarrier_wait(&full[stage], phase);
-                multiply(acc, k == 0);
-                wgmma_wait<1>();  // the products of the previous stage are done, those of this one go on
-                if (k > 0) release(previous);
-                previous = stage;
-                next();
-            }
-            if (PINGPONG) barrier_arrive(TURN + 1 - consumer, 2 * WARPGROUP);
-            wgmma_wait<0>();
-            if (k_count > 0) release(previous);
-            if constexpr (PARTS == 2) {  // the big product, in two sets of sums: one is added while the other runs
-                float sums[C::MI][BN / 2], other[C::MI][BN / 2];
-                zero(sums);
-                add(sums, acc);
-                for (int k = 0; k < k_count / 3; ++k) {
-                    mbarrier_wait(&full[stage], phase);
-                    multiply(acc, true, 0, STEPS / 2);
-                    multiply(other, true, STEPS / 2, STEPS);
-                    wgmma_wait<1>();
-                    add(sums, acc);
-                    wgmma_wait<0>();
-                    release(stage);
-                    add(sums, other);
-                    next();
-                }
-                zero(acc);
-                add(acc, sums);
-            }
-
-            // acc[i][4 j + c + 2 h] is row 16 * warp + lane / 4 + 8 h, column 8 j + 2 * (lane % 4) + c of wgmma tile i.
-            // Columns below are counted from the tile's first. The four lanes of a row hold 8 neighbouring columns,
-            // which is one byte of the mask.
-            const long long mask_row = static_cast<long long>(N + 63) / 64 * 8;
-            auto mask_byte = [&](int m, int column) { return mask + m * mask_row + (n0 + column) / 8; };
-            auto finish = [&](int m, int column, float& low, float& high) {
-                if constexpr (PARTS == 2) {  // powers of two: exact
-                    const float by_row = m < M ? x_scale[m] : 0.0f;
-                    low *= by_row * (n0 + column < N ? w_scale[n0 + column] : 0.0f);
-                    high *= by_row * (n0 + column + 1 < N ? w_scale[n0 + column + 1] : 0.0f);
-                }
-                low *= alpha, high *= alpha;
-                if (bias) {
-                    low += to_float(biases[consumer * BN + column]);
-                    high += to_float(biases[consumer * BN + column + 1]);
-                }
-                low = max_nan(low, bound), high = max_nan(high, bound);
-                if constexpr (MASK != NO_MASK) {
-                    const bool inside = m < M && n0 + column < N;
-                    if constexpr (MASK == APPLY_MASK) {
-                        const unsigned byte = inside ? *mask_byte(m, column) >> column % 8 : 0;
-                        if (!(byte & 1)) low = 0.0f;
-                        if (!(byte & 2)) high = 0.0f;
-                    } else {
-                        unsigned byte = (low > 0.0f ? 1u : 0u) << column % 8 | (high > 0.0f ? 2u : 0u) << column % 8;
-                        byte |= __shfl_xor_sync(~0u, byte, 1);
-                        byte |= __shfl_xor_sync(~0u, byte, 2);
-                        if (lane % 4 == 0 && inside) *mask_byte(m, column) = byte;
-                    }
-                }
-            };
-            auto store = [&](int m, int column, float low, float high) {
-                finish(m, column, low, high);
-                const int n = n0 + column;
-                if (m >= M || n >= N) return;
-                O* const at = y + static_cast<long long>(m) * N + n;
-                if (flags & ACCUMULATE) {
-                    low = to_float(from_float<O>(low)) + to_float(at[0]);
-                    if (n + 1 < N) high = to_float(from_float<O>(high)) + to_float(at[1]);
-                }
-                if (flags & PAIRS) {
-                    *reinterpret_cast<typename Pair<O>::type*>(at) = pair_from<O>(low, high);
-                } else {
-                    at[0] = from_float<O>(low);
-                    if (n + 1 < N) at[1] = from_float<O>(high);
-                }
-            };
-            const int row = share * C::MI * 64 + 16 * warp + lane / 4;  // of the block's tile, for i = h = 0
-            const int col = 2 * (lane % 4);
-
-            if constexpr (SPLIT > 1) {
-                // Lay the sums out by register and thread; each block then adds up its share of the registers over
-                // the cluster, in rank order. The stages' memory is free: all loads of this (only) tile have landed.
-                constexpr int QUADS = C::MI * BN / 8;
-                auto* const sums = reinterpret_cast<float4*>(shared) + consumer * QUADS * WARPGROUP + thread;
-                barrier_sync(ALL, CONSUMERS * WARPGROUP);
-#pragma unroll
-                for (int q = 0; q < QUADS; ++q) {
-                    const float* d = &acc[q / (BN / 8)][q % (BN / 8) * 4];
-                    sums[q * WARPGROUP] = make_float4(d[0], d[1], d[2], d[3]);
-                }
-                cluster_sync();
-                for (int q = rank; q < QUADS; q += SPLIT) {
-                    float4 total = make_float4(0, 0, 0, 0);
-#pragma unroll
-                    for (int r = 0; r < SPLIT; ++r) {
-                        const float4 part = cluster_load(sums + q * WARPGROUP, r);
-                        total.x += part.x, total.y += part.y, total.z += part.z, total.w += part.w;
-                    }
-                    const int m = m0 + row + q / (BN / 8) * 64, column = col + q % (BN / 8) * 8;
-                    store(m, column, total.x, total.y);
-                    store(m + 8, column, total.z, total.w);
-                }
-            } else if constexpr (C::STAGED) {
-                // Panels of 64 rows x 64 columns, 128-byte swizzled like the loads, PANELS of them in turn: one is
-                // written while the copy engine, which clips at the matrix's edge, reads the others.
-                char* const mine = y_tile + consumer * PANELS * C::PANEL_BYTES;
-#pragma unroll
-                for (int p = 0; p < C::MI * (BN / 64); ++p) {
-                    const int i = p / (BN / 64), first = p % (BN / 64) * 64;
-                    const int panel_m = m0 + (share * C::MI + i) * 64;
-                    char* const panel = mine + p % PANELS * C::PANEL_BYTES;
-                    if (thread == 0) tma_store_wait_read<PANELS - 1>();
-                    barrier_sync(OWN + consumer, WARPGROUP);
-#pragma unroll
-                    for (int j = 0; j < 8; j += 2) {
-                        unsigned r[4];
-#pragma unroll
-                        for (int h = 0; h < 4; ++h) {
-                            const int column = first + (j + h / 2) * 8;
-                            float low = acc[i][column / 2 + h % 2 * 2], high = acc[i][column / 2 + h % 2 * 2 + 1];
-                            finish(m0 + row + i * 64 + h % 2 * 8, col + column, low, high);
-                            r[h] = pack<O>(low, high);
-                        }
-                        const int to_row = 16 * warp + lane % 16, chunk = j + lane / 16;
-                        stmatrix_x4(panel + to_row * 128 + (chunk ^ to_row % 8) * 16, r[0], r[1], r[2], r[3]);
-                    }
-                    fence_proxy_async();
-                    barrier_sync(OWN + consumer, WARPGROUP);
-                    if (!(flags & TMA_STORE)) {
-                        copy_panel(panel, y, panel_m, n0 + first, M, N, flags & ACCUMULATE, thread);
-                        barrier_sync(OWN + consumer, WARPGROUP);
-                    } else if (thread == 0) {
-                        if (flags & ACCUMULATE) tma_add(&y_map, panel, n0 + first, panel_m);
-                        else tma_store(&y_map, panel, n0 + first, panel_m);
-                        tma_store_commit();
-                    }
-                }
-            } else {
-#pragma unroll
-                for (int q = 0; q < C::MI * BN / 8; ++q) {
-                    const float* d = &acc[q / (BN / 8)][q % (BN / 8) * 4];
-                    const int m = m0 + row + q / (BN / 8) * 64, column = col + q % (BN / 8) * 8;
-                    store(m, column, d[0], d[1]);
-                    store(m + 8, column, d[2], d[3]);
-                }
-            }
-        }
-        if (C::STAGED && thread == 0) tma_store_wait_read<0>();
-    }
-    if (SPLIT > 1 && warpgroup == 0) cluster_sync();  // pairs with the consumers' before they add up
-    if (C::CLUSTER > 1) cluster_sync();               // no block leaves while another may still reach its memory
+          const __grid_constant__ TensorMap y_map, const Bias<T, PARTS>* __restrict__ bias, O* y, unsigned char* mask,
+          const float* __restrict__ x_scale, const float* __restrict__ w_scale, int M, int N, int K, float alpha,
+          int flags, int group) {
+    using Epilogue = FloatEpilogue<T, O, BN, MASK, PARTS>;
+    Epilogue epilogue{bias, mask, x_scale, w_scale, M, N, alpha, flags & RELU ? 0.0f : -infinity()};
+    Pipeline<T, X_K, W_K, BM, BN, CONSUMERS, STAGES, CM, CN, SPLIT, PANELS, PINGPONG, PARTS, Epilogue>::run(
+        x_map, w_map, y_map, y, M, N, K, flags, group, epilogue);
 }

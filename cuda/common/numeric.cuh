@@ -29,6 +29,13 @@ template <> __device__ __forceinline__ __nv_bfloat162 pair_from<__nv_bfloat16>(f
     return __floats2bfloat162_rn(low, high);
 }
 
+// A value's bits, and back, where memory knows no types.
+__device__ __forceinline__ unsigned bits_of(float v) { return __float_as_uint(v); }
+__device__ __forceinline__ unsigned bits_of(int v) { return static_cast<unsigned>(v); }
+template <typename T> __device__ __forceinline__ T of_bits(unsigned v);
+template <> __device__ __forceinline__ float of_bits<float>(unsigned v) { return __uint_as_float(v); }
+template <> __device__ __forceinline__ int of_bits<int>(unsigned v) { return static_cast<int>(v); }
+
 // Written with < so that NaN stays NaN, as in PyTorch.
 __device__ __forceinline__ float relu_of(float v) { return v < 0.0f ? 0.0f : v; }
 

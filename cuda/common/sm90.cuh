@@ -118,16 +118,16 @@ __device__ __forceinline__ void cluster_sync() {
     asm volatile("barrier.cluster.arrive.release.aligned;\nbarrier.cluster.wait.acquire.aligned;" ::: "memory");
 }
 
-// Read four floats from the same place in block `rank`'s shared memory.
-__device__ __forceinline__ float4 cluster_load(const float4* p, unsigned rank) {
-    float4 v;
+// Read 16 bytes from the same place in block `rank`'s shared memory.
+__device__ __forceinline__ uint4 cluster_load(const uint4* p, unsigned rank) {
+    uint4 v;
     asm volatile(
         "{\n"
         ".reg .b32 remote;\n"
         "mapa.shared::cluster.u32 remote, %4, %5;\n"
-        "ld.shared::cluster.v4.f32 {%0, %1, %2, %3}, [remote];\n"
+        "ld.shared::cluster.v4.b32 {%0, %1, %2, %3}, [remote];\n"
         "}"
-        : "=f"(v.x), "=f"(v.y), "=f"(v.z), "=f"(v.w)
+        : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
         : "r"(shared_address(p)), "r"(rank)
         : "memory");
     return v;

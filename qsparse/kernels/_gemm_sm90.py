@@ -17,6 +17,7 @@ from qsparse.kernels._gemm_sm90_configs import (
     CONFIGS,
     FEW,
     INSTANCES,
+    NO_MAP,
     NO_MASK,
     SPLIT,
     STEP,
@@ -27,6 +28,7 @@ from qsparse.kernels._gemm_sm90_configs import (
     biggest,
     candidates,
     choose,
+    grid,
 )
 from qsparse.kernels._load import launch, multiprocessors, prepare, tensor_map
 
@@ -35,7 +37,6 @@ __all__ = ["APPLY_MASK", "CONFIGS", "INSTANCES", "TABLE", "Config", "candidates"
 SOURCE, SPLIT_SOURCE = "gemm_sm90.cu", "gemm_split.cu"
 SPLIT_INSTANCES = ("gemm_split",)
 _RELU, _TMA_STORE, _ACCUMULATE, _PAIRS = 1, 2, 4, 8  # enum Flag of the kernel
-_NO_MAP = bytes(128)
 _FORMATS = "128s128s128sPPPPPiiifii"
 
 
@@ -129,7 +130,7 @@ class _Plan:
         if len(self.maps) >= 256:
             self.maps.clear()
         kinds = zip(addresses, (self.x_map, self.w_map, self.y_map), strict=True)
-        maps = tuple(tensor_map(address, *kind) if kind else _NO_MAP for address, kind in kinds)
+        maps = tuple(tensor_map(address, *kind) if kind else NO_MAP for address, kind in kinds)
         self.maps[addresses] = maps
         return maps
 
@@ -150,7 +151,7 @@ def _plan(device, m, n, k, ldx, ldw, dtype, out, x_k, w_k, mask_mode, relu, accu
     instance = config.instance(dtype, out, x_k, w_k, mask_mode)
     shared = config.shared(out.itemsize, dtype.itemsize)
     return _Plan(
-        prepare(device, SOURCE, instance, _FORMATS, *_grid(config, m, n, sms), shared),
+        prepare(device, SOURCE, instance, _FORMATS, *grid(config, m, n, sms), shared),
         (m, n, k),
         (dtype, m, k, ldx, (config.bm // config.cn, step)) if x_k else (dtype, k, m, ldx, (64, 64)),
         (dtype, n, k, ldw, (config.bn // config.cm, step)) if w_k else (dtype, k, n, ldw, (64, 64)),
@@ -165,13 +166,6 @@ def _pairs(out: torch.dtype, n: int, y_offset: int) -> int:
     return _PAIRS if n % 2 == 0 and y_offset % (2 * out.itemsize) == 0 else 0
 
 
-def _grid(config: Config, m: int, n: int, sms: int) -> tuple[int, int]:
-    """Blocks and threads a block: all tiles at once where K is split, else as many clusters as the chip holds."""
-    tiles = -(-m // (config.bm * config.cm)) * -(-n // (config.bn * config.cn))
-    clusters = tiles if config.split > 1 else min(tiles, sms // config.cluster)
-    return clusters * config.cluster, 128 * (config.consumers + 1)
-
-
 def launch_split(x, ldx: int, w, ldw: int, bias, y, *, relu: bool = False, alpha: float = 1.0) -> torch.Tensor:
     """The same for float32 ``x (M, K)`` and ``w (N, K)``, both K-major, as three products of halves (gemm_split.cu)."""
     (m, k), n = x.shape, w.shape[0]
@@ -184,12 +178,13 @@ def launch_split(x, ldx: int, w, ldw: int, bias, y, *, relu: bool = False, alpha
         for parts, rows, box in ((x_parts, m, config.bm // config.cn), (w_parts, n, config.bn // config.cm))
     )
     arguments = (
-        *(*maps, _NO_MAP, _address(bias), y.data_ptr(), 0, x_scale.data_ptr(), w_scale.data_ptr()),
+        *(*maps, NO_MAP, _address(bias), y.data_ptr(), 0, x_scale.data_ptr(), w_scale.data_ptr()),
         *(m, n, k, alpha, (_RELU if relu else 0) | _pairs(y.dtype, n, y.data_ptr() % 16), config.group),
     )
     instance = config.instance(torch.float16, torch.float32, parts=2)
-    grid, block = _grid(config, m, n, sms)
-    launch(x.device, SOURCE, instance, _FORMATS, arguments, grid=grid, block=block, shared=config.shared(4, 4))
+    blocks, threads = grid(config, m, n, sms)
+    shared = config.shared(4, 4)
+    launch(x.device, SOURCE, instance, _FORMATS, arguments, grid=blocks, block=threads, shared=shared)
     return y
 
 

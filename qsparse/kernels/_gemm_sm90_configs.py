@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import json
 import math
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -21,6 +21,7 @@ TABLE = Path(__file__).with_name("gemm_sm90.json")
 SHARED_LIMIT = 227 * 1024
 STEP = 128  # bytes of K that a pipeline stage holds of each row
 NO_MASK, WRITE_MASK, APPLY_MASK = 0, 1, 2  # enum Mask of the kernel
+NO_MAP = bytes(128)  # in place of a tensor map that is not used
 _BOOL = ("false", "true")
 
 
@@ -77,9 +78,14 @@ class Config:
 
     def instance(self, dtype, out, x_k: bool = True, w_k: bool = True, mask: int = NO_MASK, parts: int = 1) -> str:
         """The C++ name of the kernel."""
+        layout = f"{_BOOL[x_k]}, {_BOOL[w_k]}"
+        return f"gemm_sm90<{C_FLOATS[dtype]}, {C_FLOATS[out]}, {layout}, {self.tile_arguments}, {mask}, {parts}>"
+
+    @property
+    def tile_arguments(self) -> str:
+        """The template arguments that every product of the pipeline has."""
         sizes = (self.bm, self.bn, self.consumers, self.stages, self.cm, self.cn, self.split, self.panels)
-        flags = f"{_BOOL[x_k]}, {_BOOL[w_k]}, {', '.join(map(str, sizes))}, {_BOOL[self.pingpong]}, {mask}, {parts}"
-        return f"gemm_sm90<{C_FLOATS[dtype]}, {C_FLOATS[out]}, {flags}>"
+        return f"{', '.join(map(str, sizes))}, {_BOOL[self.pingpong]}"
 
 
 # Big tiles need the fewest bytes; small and split ones fill the chip when there is little to do.
@@ -150,15 +156,21 @@ def table() -> dict[tuple[str, str, str], list[tuple[tuple[int, int, int], Confi
 @functools.lru_cache(maxsize=65536)
 def choose(m: int, n: int, k: int, dtype: torch.dtype, x_k: bool, w_k: bool, gpu: str, sms: int) -> Config:
     """The configuration of the nearest measured shape, by the product of the three sizes' ratios."""
-    name = str(dtype).removeprefix("torch.")
-    for key in ((gpu, name, _layout(x_k, w_k)), (gpu, "float16", _layout(x_k, w_k)), ("NVIDIA H200", "float16", "nt")):
+    name, layout = str(dtype).removeprefix("torch."), _layout(x_k, w_k)
+    keys = (gpu, name, layout), (gpu, "float16", layout), ("NVIDIA H200", "float16", "nt")
+    return nearest(m, n, k, keys, lambda config: config.reads(x_k, w_k)) or biggest(FEW, m, n, sms)
+
+
+def nearest(m: int, n: int, k: int, keys, usable: Callable[[Config], bool] = lambda config: True) -> Config | None:
+    """The configuration of the nearest measured shape under the first of the table's keys that has one near enough."""
+    for key in keys:
         near = [(math.dist(_log(shape), _log((m, n, k))), config) for shape, config in table().get(key, ())]
-        near = [(far, config) for far, config in near if config.reads(x_k, w_k)]
+        near = [(far, config) for far, config in near if usable(config)]
         if near:
             far, config = min(near, key=lambda pair: pair[0])
             if far < 4:  # within a factor of four in each of two directions, say; beyond it, count tiles
                 return config
-    return biggest(FEW, m, n, sms)
+    return None
 
 
 def _log(shape: tuple[int, int, int]) -> list[float]:
@@ -169,3 +181,10 @@ def biggest(configs: tuple[Config, ...], m: int, n: int, sms: int) -> Config:
     """The first, that is the biggest tile, that still gives most multiprocessors one; else the last."""
     fills = (c for c in configs if -(-m // c.bm) * -(-n // c.bn) >= 0.75 * sms)
     return next(fills, configs[-1])
+
+
+def grid(config: Config, m: int, n: int, sms: int) -> tuple[int, int]:
+    """Blocks and threads a block: all tiles at once where K is split, else as many clusters as the chip holds."""
+    tiles = -(-m // (config.bm * config.cm)) * -(-n // (config.bn * config.cn))
+    clusters = tiles if config.split > 1 else min(tiles, sms // config.cluster)
+    return clusters * config.cluster, 128 * (config.consumers + 1)

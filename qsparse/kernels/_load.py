@@ -280,6 +280,9 @@ def tensor_map(address: int, dtype, rows: int, columns: int, stride: int, box: t
         "float32": kinds.CU_TENSOR_MAP_DATA_TYPE_TFLOAT32,  # rounded to tf32 on the way to shared memory
         "float16": kinds.CU_TENSOR_MAP_DATA_TYPE_FLOAT16,
         "bfloat16": kinds.CU_TENSOR_MAP_DATA_TYPE_BFLOAT16,
+        "int8": kinds.CU_TENSOR_MAP_DATA_TYPE_UINT8,  # bytes: the copy engine only moves them
+        "uint8": kinds.CU_TENSOR_MAP_DATA_TYPE_UINT8,
+        "float8_e4m3fn": kinds.CU_TENSOR_MAP_DATA_TYPE_UINT8,
     }[str(dtype).removeprefix("torch.")]
     status, encoded = driver.cuTensorMapEncodeTiled(
         kind,
