@@ -4,38 +4,46 @@ from __future__ import annotations
 
 import torch
 
-from qsparse.kernels._face import C_FLOATS, check_same_device, check_tensor, cpu_slices, face, rows
-from qsparse.kernels._load import launch
+from qsparse.kernels import _gemm_int8_cpu, _gemm_int8_simt
+from qsparse.kernels._face import check_same_device, check_tensor, face, matrix, rows
+from qsparse.kernels._gemm_int8_cpu import cpu_method
+from qsparse.kernels._gemm_int8_epilogue import OUT_DTYPES, Epilogue
 
-_C = {**C_FLOATS, torch.int32: "int", torch.int64: "long long"}
-BM = BN = 64  # the tile of gemm_int8_simt.cu
-BLOCK = 256
-INT32_K = (2**31 - 1) // (128 * 128)  # the longest sum of int8 products that cannot leave int32, -128 included
+__all__ = ["cpu_method", "gemm_int8"]
+
+SOURCES = {_gemm_int8_simt.SOURCE: _gemm_int8_simt.INSTANCES}
+_TIERS = {"simt": _gemm_int8_simt}  # worst first; each but simt has ``supports``
+_BARE = (torch.int32, torch.int64)
+_QUANTIZED = (torch.int8, torch.uint8)
+_SUMS_K = 2**24  # the longest row of weights whose sum cannot leave int32
 
 
-def _instance(out_dtype: torch.dtype, wide: bool, words: bool) -> str:
-    return f"gemm_int8_simt<{_C[out_dtype]}, {'long long' if wide else 'int'}, {str(words).lower()}>"
-
-
-SOURCES = {
-    "gemm_int8_simt.cu": tuple(
-        _instance(dtype, wide, words)
-        for dtype in _C
-        for wide in (False, True)
-        for words in (False, True)
-        if not (wide and dtype == torch.int32)
-    ),
-}
+def longest_int32(dtype: torch.dtype, corrected: bool = False) -> int:
+    """The longest K whose sums cannot leave int32: of -128..127 by -128..127, or of differences up to 255."""
+    return (2**31 - 1) // ((255 if corrected or dtype == torch.uint8 else 128) * 128)
 
 
 @face(SOURCES)
-def gemm_int8(x, w, scale_x=None, scale_w=None, bias=None, *, relu: bool = False, out_dtype=torch.float32):
-    """``y = act(((float32) (x @ w.T) * scale_x) * scale_w + bias)`` with an exact integer product.
+def gemm_int8(
+    x,
+    w,
+    scale_x=None,
+    scale_w=None,
+    bias=None,
+    *,
+    relu: bool = False,
+    out_dtype=torch.float32,
+    zero_x=None,
+    sums_w=None,
+    scale_y=None,
+    tier: str | None = None,
+):
+    """``y = act(((float32) acc * scale_x) * scale_w + bias)`` with exact integers ``acc = (x - zero_x) @ w.T``.
 
     Parameters
     ----------
-    x : (M, K) int8
-        Quantized activations, any strides (a view that is not row-major is copied).
+    x : (M, K) int8 or uint8
+        Quantized activations, any strides (a view whose rows are not contiguous is copied).
     w : (N, K) int8
         Quantized weights, one row an output channel.
     scale_x : (M,) or (1,) float32, optional
@@ -45,67 +53,63 @@ def gemm_int8(x, w, scale_x=None, scale_w=None, bias=None, *, relu: bool = False
     bias : (N,) float32, optional
     relu : bool
         Replace negative outputs by zero; NaN stays NaN.
-    out_dtype : torch.float32, float16 or bfloat16; or torch.int32 or int64 for the bare accumulator
-        (``scale_x``, ``scale_w`` and ``bias`` must then be left out).
+    out_dtype : torch.dtype
+        float32, float16 or bfloat16; int32 or int64 for the bare ``acc`` (``scale_x``, ``scale_w`` and ``bias`` must
+        then be left out); int8 or uint8 for ``y`` quantized again, the next layer's input.
+    zero_x : (M,) or (1,) int32, optional
+        Zero points of the activations, within the range of the dtype of ``x``.
+    sums_w : (N,) int32, optional
+        ``w.sum(1)``, which ``zero_x`` needs: computed on each call where it is left out, so keep it with the weights.
+    scale_y : (1,) float32
+        For an 8-bit ``out_dtype`` alone: the output is ``rint(y / scale_y)``, by a true division with ties to even,
+        clipped to [-127, 127] for int8 and to [0, 255] for uint8, which after a ReLU is one bit more. Integers hold
+        no NaN: it becomes 0; what is infinite is clipped.
+    tier : str, optional
+        "simt", "sm80" or "sm90": take no other, for tests and measurements.
 
     Returns
     -------
     (M, N) ``out_dtype``, row-major.
 
-    The accumulator is int32 up to K = 131,071, where no int8 input can overflow it, and int64 beyond; ``out_dtype``
-    int32 is refused there. Every step of the epilogue is rounded to float32, so the CPU and the GPU give the same
-    bits. Raises TypeError and ValueError naming the argument.
+    Sums are int32 up to K = 131,071, where no int8 input can overflow it (65,793 for uint8 or with ``zero_x``), and
+    int64 beyond; ``out_dtype`` int32 is refused there. Every step of the epilogue is rounded to float32, so the CPU
+    and the GPU give the same bits, and all tiers do.
+
+    Raises TypeError and ValueError naming the argument.
 
     On a CPU the product is ``torch._int_mm``; a CPU without VNNI instructions multiplies in float32 by slices short
     enough to be exact, which is faster there.
     """
-    if torch.compiler.is_compiling():
-        return _operator(x, w, scale_x, scale_w, bias, relu, out_dtype)
-    check_tensor("x", x, (torch.int8,), (None, None))
+    if torch.compiler.is_compiling() and tier is None:
+        return _operator(x, w, scale_x, scale_w, bias, relu, out_dtype, zero_x, sums_w, scale_y)
+    check_tensor("x", x, (torch.int8, torch.uint8), (None, None))
     m, k = x.shape
     check_tensor("w", w, (torch.int8,), (None, k))
     n = w.shape[0]
-    if out_dtype not in _C:
-        raise TypeError(f"out_dtype must be one of {', '.join(map(str, _C))}, got {out_dtype}")
-    scaled = {"scale_x": (scale_x, m), "scale_w": (scale_w, n), "bias": (bias, n)}
-    for name, (value, size) in scaled.items():
-        if value is None:
-            continue
-        if not out_dtype.is_floating_point:
-            raise ValueError(f"{name} has no meaning with out_dtype {out_dtype}, which is the bare accumulator")
-        one = name != "bias" and isinstance(value, torch.Tensor) and value.numel() == 1
-        check_tensor(name, value, (torch.float32,), (1 if one else size,))
+    if out_dtype not in OUT_DTYPES:
+        raise TypeError(f"out_dtype must be one of {', '.join(map(str, OUT_DTYPES))}, got {out_dtype}")
+    _check_scales(out_dtype, m, n, scale_x, scale_w, bias, zero_x, sums_w, scale_y)
     check_same_device(x, w=w, scale_x=scale_x, scale_w=scale_w, bias=bias)
-    wide = k > INT32_K
-    if wide and out_dtype == torch.int32:
-        raise ValueError(f"out_dtype int32 can overflow beyond K = {INT32_K} (K is {k}); ask for int64")
-    x, w = rows(x), rows(w)
+    check_same_device(x, zero_x=zero_x, sums_w=sums_w, scale_y=scale_y)
+    if zero_x is not None and k > _SUMS_K:
+        raise ValueError(f"zero_x is possible up to K = {_SUMS_K} (K is {k}): sums of weights must fit int32")
+    longest = longest_int32(x.dtype, zero_x is not None)
+    if k > longest and out_dtype == torch.int32:
+        raise ValueError(f"out_dtype int32 can overflow beyond K = {longest} (K is {k}); ask for int64")
+    if zero_x is not None and sums_w is None:
+        sums_w = w.sum(1, dtype=torch.int32)
+    values = (None if a is None else rows(a) for a in (scale_x, scale_w, bias, zero_x, sums_w, scale_y))
+    epilogue = Epilogue(*values, relu)
     if x.device.type == "cpu":
-        return _cpu(x, w, scale_x, scale_w, bias, relu, out_dtype)
+        return _gemm_int8_cpu.compute(rows(x), rows(w), epilogue, out_dtype, k > longest)
 
-    scale_x, scale_w, bias = (None if value is None else rows(value) for value in (scale_x, scale_w, bias))
+    (x, _, ldx), (w, _, ldw) = (matrix(a, k_major=True) for a in (x, w))
     y = torch.empty((m, n), dtype=out_dtype, device=x.device)
-    words = k % 4 == 0 and x.data_ptr() % 4 == 0 and w.data_ptr() % 4 == 0
-    launch(
-        x.device,
-        "gemm_int8_simt.cu",
-        _instance(out_dtype, wide, words),
-        "PPPiPiPPqqqi",
-        (
-            x.data_ptr(),
-            w.data_ptr(),
-            *_scale(scale_x),
-            *_scale(scale_w),
-            0 if bias is None else bias.data_ptr(),
-            y.data_ptr(),
-            m,
-            n,
-            k,
-            relu,
-        ),
-        grid=-(-m // BM) * -(-n // BN),
-        block=BLOCK,
-    )
+    chosen = _pick(tier, gemm_int8.tier(x.device), x, ldx, w, ldw, y, k > longest)
+    if chosen == "simt":
+        _gemm_int8_simt.launch_gemm(x, ldx, w, ldw, y, epilogue, wide=k > longest)
+    else:
+        _TIERS[chosen].launch_gemm(x, ldx, w, ldw, y, epilogue)
     return y
 
 
@@ -118,69 +122,49 @@ def _operator(
     bias: torch.Tensor | None,
     relu: bool,
     out_dtype: torch.dtype,
+    zero_x: torch.Tensor | None,
+    sums_w: torch.Tensor | None,
+    scale_y: torch.Tensor | None,
 ) -> torch.Tensor:
     """What ``torch.compile`` sees in place of the face, which it could not trace into."""
-    return gemm_int8(x, w, scale_x, scale_w, bias, relu=relu, out_dtype=out_dtype)
+    more = {"out_dtype": out_dtype, "zero_x": zero_x, "sums_w": sums_w, "scale_y": scale_y}
+    return gemm_int8(x, w, scale_x, scale_w, bias, relu=relu, **more)
 
 
 @_operator.register_fake
-def _(x, w, scale_x, scale_w, bias, relu, out_dtype):
+def _(x, w, scale_x, scale_w, bias, relu, out_dtype, zero_x, sums_w, scale_y):
     return x.new_empty((x.shape[0], w.shape[0]), dtype=out_dtype)
 
 
-def _scale(scale: torch.Tensor | None) -> tuple[int, int]:
-    """Pointer and step (0 when one scale serves all) of a scale argument."""
-    return (0, 0) if scale is None else (scale.data_ptr(), int(scale.numel() > 1))
-
-
-# --- tier cpu -------------------------------------------------------------------------------------------------------
-
-
-def cpu_method() -> str:
-    """How this CPU multiplies int8: ``torch._int_mm`` with VNNI instructions, else float32 by exact slices."""
-    return "torch._int_mm" if torch.cpu._is_vnni_supported() else "float32 slices"
-
-
-@torch.no_grad()
-def _cpu(x, w, scale_x, scale_w, bias, relu, out_dtype):
-    m, n = x.shape[0], w.shape[0]
-    accumulate = _int_mm if cpu_method() == "torch._int_mm" else _float_slices
-    y = torch.empty((m, n), dtype=out_dtype)
-    for part in cpu_slices(m):
-        acc = accumulate(x[part], w)
-        if not out_dtype.is_floating_point:
-            y[part] = acc.clamp_(min=0) if relu else acc
+def _check_scales(out_dtype, m, n, scale_x, scale_w, bias, zero_x, sums_w, scale_y) -> None:
+    """Raise unless each has its dtype and shape, and a meaning with this output."""
+    for name, value, size in (("scale_x", scale_x, m), ("scale_w", scale_w, n), ("bias", bias, n)):
+        if value is None:
             continue
-        out = acc.to(torch.float32)
-        if scale_x is not None:
-            out *= scale_x[part, None] if scale_x.numel() > 1 else scale_x
-        if scale_w is not None:
-            out *= scale_w
-        if bias is not None:
-            out += bias
-        y[part] = out.relu_() if relu else out
-    return y
+        if out_dtype in _BARE:
+            raise ValueError(f"{name} has no meaning with out_dtype {out_dtype}, which is the bare accumulator")
+        one = name != "bias" and isinstance(value, torch.Tensor) and value.numel() == 1
+        check_tensor(name, value, (torch.float32,), (1 if one else size,))
+    if zero_x is not None:
+        one = isinstance(zero_x, torch.Tensor) and zero_x.numel() == 1
+        check_tensor("zero_x", zero_x, (torch.int32,), (1 if one else m,))
+    if sums_w is not None:
+        check_tensor("sums_w", sums_w, (torch.int32,), (n,))
+    if (scale_y is None) == (out_dtype in _QUANTIZED):
+        raise ValueError(f"scale_y is needed for out_dtype int8 and uint8, and for no other; out_dtype is {out_dtype}")
+    if scale_y is not None:
+        check_tensor("scale_y", scale_y, (torch.float32,), (1,))
 
 
-def _slices(k: int, step: int):
-    return (slice(start, start + step) for start in range(0, k, step))
-
-
-def _int_mm(x, w):
-    """PyTorch's int8 product, with K = 1 padded (it returns wrong integers there) and long sums widened."""
-    k = x.shape[1]
-    if k == 0:
-        return torch.zeros((x.shape[0], w.shape[0]), dtype=torch.int32)
-    if k == 1:
-        x, w = (torch.nn.functional.pad(a, (0, 1)) for a in (x, w))
-    if k <= INT32_K:
-        return torch._int_mm(x, w.t())
-    return sum(torch._int_mm(rows(x[:, part]), rows(w[:, part]).t()).to(torch.int64) for part in _slices(k, 2**16))
-
-
-def _float_slices(x, w):
-    """Exact products in float32: 1,023 products of two int8 stay below 2^24, the last integer that float32 holds."""
-    acc = torch.zeros((x.shape[0], w.shape[0]), dtype=torch.int64 if x.shape[1] > INT32_K else torch.int32)
-    for part in _slices(x.shape[1], 1023):
-        acc += (x[:, part].float() @ w[:, part].float().t()).to(torch.int32)
-    return acc
+def _pick(asked: str | None, best: str, x, ldx: int, w, ldw: int, y, wide: bool) -> str:
+    """The tier to run: the best that this GPU has and these arrays allow, or the one asked for."""
+    order = list(_TIERS)
+    served = order[: order.index(best) + 1]
+    possible = [
+        name for name in reversed(served) if name == "simt" or (not wide and _TIERS[name].supports(x, ldx, w, ldw, y))
+    ]
+    if asked is None:
+        return possible[0]
+    if asked not in possible:
+        raise ValueError(f"tier {asked!r} is not possible for these arrays on this GPU; {', '.join(possible)} are")
+    return asked
