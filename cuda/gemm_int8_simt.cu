@@ -96,7 +96,7 @@ gemm_int8_simt(const unsigned char* __restrict__ x, long long ldx, const unsigne
                 const long long n = n0 + tn + j * (BN / TN);
                 if (n >= N) continue;
                 static_cast<O*>(y)[m * N + n] =
-                    int8_output<O>(acc[i][j], row, Int8Column(epilogue, n), epilogue.relu, by);
+                    int8_finish<O>(acc[i][j], row, Int8Column(epilogue, n), epilogue.relu, by);
             }
         }
     });

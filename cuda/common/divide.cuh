@@ -12,7 +12,7 @@ struct Divider {
     float s, r;
     bool quick;
 
-    __device__ __forceinline__ explicit Divider(float by)
+    __device__ __forceinline__ Divider(float by)
         : s(by), r(__frcp_rn(by)), quick(by >= 7.888609e-31f && by <= 1.2676506e30f) {}  // 2^-100 to 2^100
 
     // rint(x / s), ties to even, clipped to [LOW, HIGH], of any x but NaN and any s (0 where the quotient is NaN).

@@ -38,34 +38,42 @@ struct Int8Column {
           sum(e.zero_x ? e.sums_w[n] : 0) {}
 };
 
-// ACC is int where no corrected sum can leave it, else long long.
-template <typename ACC> __device__ __forceinline__ ACC int8_corrected(ACC acc, Int8Row row, Int8Column column) {
-    return acc - static_cast<ACC>(row.zero) * column.sum;
+// The sum without what the zero points put into it. ACC is int where no such sum can leave it, else long long.
+template <typename ACC> __device__ __forceinline__ ACC int8_corrected(ACC acc, int zero, int sum) {
+    return acc - static_cast<ACC>(zero) * sum;
 }
 
 template <typename ACC>
-__device__ __forceinline__ float int8_value(ACC acc, Int8Row row, Int8Column column, bool relu) {
-    const float sum = static_cast<float>(int8_corrected(acc, row, column));
-    const float value = __fadd_rn(__fmul_rn(__fmul_rn(sum, row.scale), column.scale), column.bias);
+__device__ __forceinline__ float int8_value(ACC acc, float scale_x, float scale_w, float bias, bool relu) {
+    const float value = __fadd_rn(__fmul_rn(__fmul_rn(static_cast<float>(acc), scale_x), scale_w), bias);
     return relu ? relu_of(value) : value;
 }
 
-// An output of type O: float, __half, __nv_bfloat16; int or long long for the corrected sum alone; signed char or
-// unsigned char for the value divided by scale_y, where NaN becomes 0. `by` is read for those two only.
+// What an output of type O is made of: the exact sum for integers, else the float value.
+template <typename O, typename ACC = int> struct Int8Value { using type = float; };
+template <typename ACC> struct Int8Value<int, ACC> { using type = ACC; };
+template <typename ACC> struct Int8Value<long long, ACC> { using type = ACC; };
+
+// The value as an output of type O; for 8 bits divided by scale_y (`by`), where NaN becomes 0.
+template <typename O, typename V> __device__ __forceinline__ O int8_output(V value, const Divider& by) {
+    if constexpr (is_same<O, signed char>)
+        return static_cast<O>(value == value ? by.nearest<-127, 127>(value) : 0);
+    else if constexpr (is_same<O, unsigned char>)
+        return static_cast<O>(value == value ? by.nearest<0, 255>(value) : 0);
+    else if constexpr (is_same<O, int> || is_same<O, long long>)
+        return static_cast<O>(value);
+    else
+        return from_float<O>(value);
+}
+
+// All of it: from the sum to an output of type O.
 template <typename O, typename ACC>
-__device__ __forceinline__ O int8_output(ACC acc, Int8Row row, Int8Column column, bool relu, const Divider& by) {
-    if constexpr (is_same<O, int> || is_same<O, long long>) {
-        const ACC sum = int8_corrected(acc, row, column);
-        return static_cast<O>(relu && sum < 0 ? 0 : sum);
-    } else {
-        const float value = int8_value(acc, row, column, relu);
-        if constexpr (is_same<O, signed char>)
-            return static_cast<O>(value == value ? by.nearest<-127, 127>(value) : 0);
-        else if constexpr (is_same<O, unsigned char>)
-            return static_cast<O>(value == value ? by.nearest<0, 255>(value) : 0);
-        else
-            return from_float<O>(value);
-    }
+__device__ __forceinline__ O int8_finish(ACC acc, Int8Row row, Int8Column column, bool relu, const Divider& by) {
+    acc = int8_corrected(acc, row.zero, column.sum);
+    if constexpr (is_same<typename Int8Value<O, ACC>::type, ACC>)
+        return int8_output<O>(relu && acc < 0 ? 0 : acc, by);
+    else
+        return int8_output<O>(int8_value(acc, row.scale, column.scale, column.bias, relu), by);
 }
 
 // The divider of an epilogue; any, where nothing is divided.
