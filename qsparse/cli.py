@@ -34,6 +34,7 @@ from qsparse.commandline import (
 )
 from qsparse.errors import UserError
 from qsparse.quant.command import quantize, sensitivity
+from qsparse.sweep.command import sweep
 from qsparse.train.config import BACKENDS, TrainConfig
 
 USER_ERROR = 2
@@ -227,6 +228,7 @@ def train(
 
 app.command()(quantize)
 app.command()(sensitivity)
+app.command()(sweep)
 
 
 @app.command()
