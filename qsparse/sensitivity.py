@@ -17,6 +17,7 @@ from qsparse import checkpoint
 from qsparse.device import resolve_device
 from qsparse.errors import UserError
 from qsparse.quant import DTYPES, QuantConfig, quantize
+from qsparse.quant.config import FLOAT32
 from qsparse.train.fit import evaluate
 from qsparse.train.progress import say
 from qsparse.train.run import load_dataset
@@ -51,7 +52,9 @@ def sensitivity(
     """
     if not dtypes:
         raise UserError("sensitivity needs a dtype at least, as --dtype int8.")
-    configs = [QuantConfig(dtype, simulate=dtype not in DTYPES) for dtype in dict.fromkeys(dtypes)]
+    dtypes = list(dict.fromkeys(dtypes))
+    for dtype in dtypes:
+        _config(dtype)
     run = checkpoint.find_run(run)
     target = resolve_device(device, lambda sentence: say(console, sentence))
     model = checkpoint.load(run, target)
@@ -62,13 +65,14 @@ def sensitivity(
     sizes = {name: layer.weight.numel() for name, layer in model.layers().items()}
     rows = []
     for name in (*sizes, ALL):
-        for config in configs:
-            accuracy, _ = evaluate(quantize(model, config, only=None if name == ALL else {name}), split)
+        for dtype in dtypes:
+            config = _config(dtype, None if name == ALL else name)
+            accuracy, _ = evaluate(quantize(model, config), split)
             rows.append(
                 {
                     "run": str(run),
                     "layer": name,
-                    "dtype": config.dtype,
+                    "dtype": dtype,
                     "split": "validation",
                     "images": len(split),
                     "accuracy": accuracy,
@@ -78,6 +82,12 @@ def sensitivity(
                 }
             )
     return Sensitivity(run, rows)
+
+
+def _config(dtype: str, layer: str | None = None) -> QuantConfig:
+    """One layer, or all, in `dtype`."""
+    of = {"dtype": dtype} if layer is None else {"dtype": FLOAT32, "layers": {layer: dtype}}
+    return QuantConfig(**of, simulate=dtype not in DTYPES)
 
 
 def show(rows: list[dict[str, Any]], file: IO[str] | None = None) -> None:

@@ -1,6 +1,7 @@
 """A model and images in; what reaches each layer, and the range of it, out."""
 
 import warnings
+from collections.abc import Mapping
 
 import torch
 from torch import Tensor
@@ -36,8 +37,10 @@ def sample(images: Tensor, samples: int) -> Tensor:
 
 
 @torch.inference_mode()
-def layer_ranges(model: MLP, images: Tensor, config: QuantConfig) -> dict[str, tuple[float, float]]:
-    """The range of each layer's input when the float `model` sees images (S, K), uint8 or normalised floats.
+def layer_ranges(model: MLP, images: Tensor, configs: Mapping[str, QuantConfig]) -> dict[str, tuple[float, float]]:
+    """The range of a layer's input when the float `model` sees images (S, K), uint8 or normalised floats.
+
+    configs: what the layers with static activations are asked to be, by name; they look at the same images.
 
     Warns:
         CalibrationWarning: a layer saw only zeros, or values that percentile ignored; the message names the layer.
@@ -45,11 +48,13 @@ def layer_ranges(model: MLP, images: Tensor, config: QuantConfig) -> dict[str, t
     Raises:
         UserError: NaN or Inf reached a layer (percentile ignores them), or there are no images.
     """
-    observers = {name: observer(config) for name in model.layers()}
-    for chunk in sample(images, config.calibration_samples).split(_CHUNK):
-        for name, x in layer_inputs(model, chunk).items():
+    observers = {name: observer(config) for name, config in configs.items()}
+    samples = max(config.calibration_samples for config in configs.values())
+    for chunk in sample(images, samples).split(_CHUNK):
+        inputs = layer_inputs(model, chunk)
+        for name, one in observers.items():
             try:
-                observers[name].see(x)
+                one.see(inputs[name])
             except ValueError as error:
                 raise _refusal(name, error) from None
     return {name: _range(name, one) for name, one in observers.items()}

@@ -17,6 +17,7 @@ from qsparse.commandline import (
     progress_console,
     text_stream,
 )
+from qsparse.errors import UserError
 from qsparse.quant import config
 
 Dtype = choices("Dtype", *config.DTYPES, *config.SIMULATED)
@@ -28,14 +29,24 @@ Granularity = choices("Granularity", *config.GRANULARITIES)
 
 def quantize(
     dtype: Annotated[
-        Dtype,
+        Dtype | None,
         typer.Option(
-            metavar="fp16|bf16|int8|intB|intBwo",
-            help="int8 quantizes weights and activations. With --simulate also intB, and intBwo (weights only), "
-            "of B = 2 to 8 bits.",
+            metavar="fp16|bf16|int8|intB|intBwo|fp4|fp4wo|fp8",
+            show_default=False,
+            help="int8 quantizes weights and activations. With --simulate also intB of B = 2 to 7 bits, fp4 (e2m1) and "
+            "fp8 (e4m3), and intBwo and fp4wo, of the weights only.",
         ),
-    ],
+    ] = None,
     run: RunArgument = None,
+    layer: Annotated[
+        str | None,
+        typer.Option(
+            metavar="NAME=DTYPE,...",
+            show_default=False,
+            help="The dtype of single layers, as fc1=int8,fc2=fp16; fp32 leaves one alone. Without --dtype the others "
+            "stay float32.",
+        ),
+    ] = None,
     activations: Annotated[
         Activations, typer.Option(help="A scale for each row when it arrives, or one for the layer, calibrated.")
     ] = Activations.dynamic,
@@ -50,6 +61,16 @@ def quantize(
         int, typer.Option(min=1, help="Images of the validation split that calibration looks at.")
     ] = 1024,
     percentile: Annotated[float, typer.Option(help="Percent of all |x| that --calibration percentile holds.")] = 99.99,
+    weight_calibration: Annotated[
+        Calibration, typer.Option(help="How the range of weights that share a scale is found.")
+    ] = Calibration.minmax,
+    weight_range: Annotated[
+        tuple[float, float] | None,
+        typer.Option(metavar="LO HI", show_default=False, help="The range of --weight-calibration fixed."),
+    ] = None,
+    weight_percentile: Annotated[
+        float, typer.Option(help="Percent of |w| that --weight-calibration percentile holds.")
+    ] = 99.9,
     granularity: Annotated[
         Granularity, typer.Option(help="What of the weights shares a scale; group needs --simulate.")
     ] = Granularity.channel,
@@ -79,13 +100,20 @@ def quantize(
     from qsparse import compress
     from qsparse.quant.sweep import sweep as combinations
 
+    layers = _layers(layer)
+    if dtype is None and not layers and not any(text.startswith("dtype=") for text in sweep or ()):
+        raise UserError("give --dtype, of all layers, or --layer NAME=DTYPE, of some.")
     options = {
-        "dtype": dtype.value,
+        "dtype": dtype.value if dtype else config.FLOAT32,
+        "layers": layers,
         "activations": activations.value,
         "calibration": calibration.value if calibration else None,
         "range": range,
         "calibration_samples": calibration_samples,
         "percentile": percentile,
+        "weight_calibration": weight_calibration.value,
+        "weight_range": weight_range,
+        "weight_percentile": weight_percentile,
         "granularity": granularity.value,
         "group": group,
         "symmetric": not asymmetric,
@@ -98,6 +126,17 @@ def quantize(
     else:
         done = compress.quantize_run(run, configs[0], device=device.value, console=progress_console())
     print_compressed(done, as_json)
+
+
+def _layers(text: str | None) -> dict[str, str]:
+    """What --layer names."""
+    found: dict[str, str] = {}
+    for pair in text.split(",") if text else ():
+        name, _, dtype = pair.partition("=")
+        if not (name and dtype) or name in found:
+            raise UserError(f"--layer {text}: give each layer once, as fc1=int8,fc2=fp16.")
+        found[name] = dtype
+    return found
 
 
 def sensitivity(

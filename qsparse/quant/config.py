@@ -1,17 +1,24 @@
 """What a quantization is asked to be. Imports no torch, so that a bad option is refused at once."""
 
+import dataclasses
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any
 
 from qsparse.errors import UserError
 
-BITS = {f"int{bits}{suffix}": bits for suffix in ("", "wo") for bits in range(2, 9)}
-DTYPES = ("fp16", "bf16", "int8")
+FLOAT32 = "fp32"
+"""A layer that stays as it is."""
+HALVES = ("fp16", "bf16")
+BITS: dict[str, int | str] = {f"int{bits}{suffix}": bits for suffix in ("", "wo") for bits in range(2, 9)}
+BITS |= {"fp4": "e2m1", "fp4wo": "e2m1", "fp8": "e4m3"}
+"""What is rounded to few bits, and to which: see `schemes.py`. ``wo``: the weights only."""
+DTYPES = (*HALVES, "int8")
 """What kernels compute."""
-SIMULATED = tuple(name for name in BITS if name != "int8")
-"""Accuracy studies: ``intB`` is weights and activations, ``intBwo`` weights only."""
-METHODS = ("absmax", "gptq", "smoothquant", "bias-correction")
+SIMULATED = tuple(name for name in BITS if name not in DTYPES)
+"""Accuracy studies."""
+METHODS = ("absmax", "gptq", "smoothquant", "bias-correction", "equalisation")
 ACTIVATIONS = ("dynamic", "static")
 CALIBRATIONS = ("minmax", "percentile", "mse", "entropy", "fixed")
 GRANULARITIES = ("tensor", "channel", "group")
@@ -21,27 +28,35 @@ GRANULARITIES = ("tensor", "channel", "group")
 class QuantConfig:
     """One quantization of a model; UserError for what does not exist or does not go together.
 
-    dtype: "fp16", "bf16", "int8", or with `simulate` any of int2 ... int8 (weights and activations) and
-        int2wo ... int8wo (weights only).
+    dtype: "fp16", "bf16", "int8", or with `simulate` any of int2 ... int8, fp4 (e2m1), fp8 (e4m3), which are of weights
+        and activations, and int2wo ... int8wo, fp4wo (weights only). "fp32" leaves alone what `layers` does not name.
+    layers: name of a layer -> its dtype, where that is another.
     activations: "dynamic", a scale for each row when it arrives, or "static", one for the layer, of `calibration`.
     calibration: how the static range is found: "minmax", "percentile", "mse", "entropy", or "fixed", which is `range`.
     range: (lo, hi) in the units of a layer's input, of every layer.
     calibration_samples: images of the validation split that are looked at.
     percentile: in (0, 100], the share of ``|x|`` that the percentile's range holds.
+    weight_calibration, weight_range, weight_percentile: the same of the weights, over each set of weights that shares
+        a scale. "entropy" needs all weights of a layer for its histogram, so `granularity` "tensor".
     granularity: what shares a scale of the weights: "tensor", "channel" (a row of W) or "group" of `group` inputs.
     symmetric: without a zero point.
     method: "absmax" rounds to the nearest; "gptq" rounds the weights so that the layer's outputs keep; "smoothquant"
         first moves large activations into the weights; "bias-correction" then takes back the shift of each output's
-        mean. All but the first look at calibration data.
+        mean; "equalisation" first makes the ranges of neighbouring layers alike. "gptq", "smoothquant" and
+        "bias-correction" look at calibration data.
     simulate: round in float32 instead of computing in integers: accuracy alone.
     """
 
     dtype: str = "int8"
+    layers: Mapping[str, str] | tuple[tuple[str, str], ...] = ()  # kept as sorted pairs
     activations: str = "dynamic"
     calibration: str | None = None
     range: tuple[float, float] | None = None
     calibration_samples: int = 1024
     percentile: float = 99.99
+    weight_calibration: str = "minmax"
+    weight_range: tuple[float, float] | None = None
+    weight_percentile: float = 99.9
     granularity: str = "channel"
     group: int = 64
     symmetric: bool = True
@@ -49,32 +64,46 @@ class QuantConfig:
     simulate: bool = False
 
     def __post_init__(self) -> None:
+        layers = {name: dtype for name, dtype in sorted(dict(self.layers).items()) if dtype != self.dtype}
+        object.__setattr__(self, "layers", tuple(layers.items()))
+        self._check_choices()
+        self._check_numbers()
+        if self.layers:
+            for dtype in self._dtypes:
+                self._alone(dtype)  # checks itself
+        elif self.dtype in BITS:
+            self._check_rounding()
+        elif any(getattr(self, option.name) != option.default for option in fields(self)[1:]):
+            raise UserError(f"{self.dtype} is a rounding of every number: it has no other options.")
+
+    def _check_choices(self) -> None:
+        rounding = (*DTYPES, *SIMULATED)
         for option, value, choices in (
-            ("dtype", self.dtype, (*DTYPES, *SIMULATED)),
+            ("dtype", self.dtype, (FLOAT32, *rounding) if self.layers else rounding),
+            *(("dtype", dtype, (FLOAT32, *rounding)) for _, dtype in self.layers),
             ("activations", self.activations, ACTIVATIONS),
             ("granularity", self.granularity, GRANULARITIES),
             ("method", self.method, METHODS),
             ("calibration", self.calibration, (None, *CALIBRATIONS)),
+            ("weight calibration", self.weight_calibration, CALIBRATIONS),
         ):
             if value not in choices:
                 raise UserError(f"Unknown {option} {value!r}; the valid ones are {', '.join(filter(None, choices))}.")
-        self._check_numbers()
-        if self.dtype in BITS:
-            self._check_integers()
-        elif any(getattr(self, option.name) != option.default for option in fields(self)[1:]):
-            raise UserError(f"{self.dtype} is a rounding of every number: it has no other options.")
 
     def _check_numbers(self) -> None:
         if self.calibration_samples < 1:
             raise UserError(f"--calibration-samples is {self.calibration_samples}: it must be at least 1.")
-        if not 0 < self.percentile <= 100:
-            raise UserError(f"--percentile is {self.percentile}: it must lie in (0, 100].")
+        for option, percent in (("--percentile", self.percentile), ("--weight-percentile", self.weight_percentile)):
+            if not 0 < percent <= 100:
+                raise UserError(f"{option} is {percent}: it must lie in (0, 100].")
         if self.group < 1:
             raise UserError(f"--group is {self.group}: it must be at least 1.")
-        if self.range is not None and not (all(map(math.isfinite, self.range)) and self.range[0] < self.range[1]):
-            raise UserError(f"--range is {self.range[0]:g} {self.range[1]:g}: LO must be below HI, and both finite.")
+        for option, limits in (("--range", self.range), ("--weight-range", self.weight_range)):
+            if limits is not None and not (all(map(math.isfinite, limits)) and limits[0] < limits[1]):
+                raise UserError(f"{option} is {limits[0]:g} {limits[1]:g}: LO must be below HI, and both finite.")
 
-    def _check_integers(self) -> None:
+    def _check_rounding(self) -> None:
+        """Check what goes together where all layers are rounded to few bits."""
         if self.weights_only and (self.static or self.calibration):
             raise UserError(f"{self.dtype} leaves the activations as they are: no --activations, no --calibration.")
         if self.weights_only and self.method == "smoothquant":
@@ -85,21 +114,51 @@ class QuantConfig:
             raise UserError("--calibration finds the range of static activations: give --activations static too.")
         if (self.calibration == "fixed") != (self.range is not None):
             raise UserError("--range LO HI is the range of --calibration fixed: give both or neither.")
+        if (self.weight_calibration == "fixed") != (self.weight_range is not None):
+            raise UserError("--weight-range LO HI is the range of --weight-calibration fixed: give both or neither.")
+        if self.weight_calibration == "entropy" and self.granularity != "tensor":
+            raise UserError("--weight-calibration entropy needs the weights of a whole layer: --granularity tensor.")
+        if isinstance(self.bits, str):
+            if not self.symmetric:
+                raise UserError(f"{self.dtype} is a float, which has its sign and no zero point: no --asymmetric.")
+            if "entropy" in (self.calibration, self.weight_calibration):
+                raise UserError(f"entropy is of even steps, which {self.dtype}, a float, has not.")
         if self.simulate:
             return
-        if self.dtype != "int8":
+        if self.dtype not in DTYPES:
             raise UserError(f"{self.dtype} has no kernel: add --simulate for its accuracy alone, without a time.")
         for wrong, what in ((self.granularity == "group", "--granularity group"), (not self.symmetric, "--asymmetric")):
             if wrong:
                 raise UserError(f"The int8 kernel has no {what}: add --simulate for its accuracy alone.")
 
+    def of(self, layer: str) -> "QuantConfig | None":
+        """What one layer is asked to be; None: it stays as it is."""
+        return self._alone(dict(self.layers).get(layer, self.dtype)) if self.layers else self
+
+    def _alone(self, dtype: str) -> "QuantConfig | None":
+        """This configuration with one dtype for all, and of the options those that are not meant for other dtypes."""
+        if dtype == FLOAT32:
+            return None
+        rounded = [other for other in self._dtypes if other in BITS]
+        if dtype in HALVES and rounded:
+            return QuantConfig(dtype)
+        dropped = {}
+        if _weights_only(dtype) and not all(map(_weights_only, rounded)):
+            dropped = {"activations": "dynamic", "calibration": None, "range": None}
+        return dataclasses.replace(self, dtype=dtype, layers=(), **dropped)
+
     @property
-    def bits(self) -> int:
+    def _dtypes(self) -> tuple[str, ...]:
+        return tuple(dict.fromkeys((self.dtype, *(dtype for _, dtype in self.layers))))
+
+    @property
+    def bits(self) -> int | str:
+        """Of an integer, or those of a float's exponent and mantissa: see `schemes.py`."""
         return BITS[self.dtype]
 
     @property
     def weights_only(self) -> bool:
-        return self.dtype.endswith("wo")
+        return _weights_only(self.dtype)
 
     @property
     def static(self) -> bool:
@@ -108,14 +167,16 @@ class QuantConfig:
     @property
     def needs_data(self) -> bool:
         """Whether it looks at calibration data."""
-        return (self.static and self.calibration != "fixed") or self.method != "absmax"
+        return (self.static and self.calibration != "fixed") or self.method not in ("absmax", "equalisation")
 
     @property
     def variant(self) -> str:
         """A name that differs where any option does that counts."""
-        parts = [self.dtype]
+        parts = [self.dtype, *(f"{name}_{dtype}" for name, dtype in self.layers)]
         parts += ["sim"] if self.simulate else []
-        parts += ["static", self._calibration] if self.static else []
+        parts += ["static", _ranges(self.calibration, self.range, self.percentile)] if self.static else []
+        if self.weight_calibration != "minmax":
+            parts.append("w_" + _ranges(self.weight_calibration, self.weight_range, self.weight_percentile))
         if self.granularity != "channel":
             parts.append("tensor" if self.granularity == "tensor" else f"g{self.group}")
         parts += [] if self.symmetric else ["asym"]
@@ -124,25 +185,35 @@ class QuantConfig:
             parts.append(f"n{self.calibration_samples}")
         return "-".join(parts)
 
-    @property
-    def _calibration(self) -> str:
-        if self.calibration == "fixed":
-            return "fixed_{:g}_{:g}".format(*self.range)
-        return f"percentile{self.percentile:g}" if self.calibration == "percentile" else self.calibration
-
     def fields(self) -> dict[str, Any]:
         """What a result row says of it beyond what the model shows."""
-        if self.dtype not in BITS:
-            return {}
-        return {
-            "dtype": self.dtype,
-            "activations": None if self.weights_only else self.activations,
+        layers = {"layers": dict(self.layers)} if self.layers else {}
+        rounded = [dtype for dtype in self._dtypes if dtype in BITS]
+        if not rounded:
+            return layers
+        return layers | {
+            "dtype": "+".join(self._dtypes),
+            "activations": None if all(map(_weights_only, rounded)) else self.activations,
             "granularity": self.granularity,
             "group": self.group if self.granularity == "group" else None,
             "symmetric": self.symmetric,
             "calibration": self.calibration,
             "percentile": self.percentile if self.calibration == "percentile" else None,
             "range": list(self.range) if self.range else None,
+            "weight_calibration": self.weight_calibration,
+            "weight_percentile": self.weight_percentile if self.weight_calibration == "percentile" else None,
+            "weight_range": list(self.weight_range) if self.weight_range else None,
             "calibration_samples": self.calibration_samples if self.needs_data else None,
             "method": self.method,
         }
+
+
+def _weights_only(dtype: str) -> bool:
+    return dtype.endswith("wo")
+
+
+def _ranges(calibration: str, limits: tuple[float, float] | None, percent: float) -> str:
+    """How a range is found, as a variant's name says it."""
+    if calibration == "fixed":
+        return "fixed_{:g}_{:g}".format(*limits)
+    return f"percentile{percent:g}" if calibration == "percentile" else calibration

@@ -1,7 +1,7 @@
 """Dense float32 model -> the same model in 16 bits, in int8, or rounded to few bits in simulation."""
 
 import copy
-from collections.abc import Collection
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -12,23 +12,22 @@ from qsparse.models import MLP
 from qsparse.nn import Linear, QuantLinear
 from qsparse.quant.bias_correction import corrected_bias
 from qsparse.quant.calibrate import layer_ranges, sampled_inputs
-from qsparse.quant.config import BITS, QuantConfig
+from qsparse.quant.config import HALVES, QuantConfig
+from qsparse.quant.equalisation import equalise
 from qsparse.quant.gptq import gptq
 from qsparse.quant.ranges import Fixed
 from qsparse.quant.schemes import round_weights, scale_and_zero, spread, to_reals
 from qsparse.quant.simulate import SimulatedLinear
 from qsparse.quant.smoothquant import migrate
+from qsparse.quant.weight_ranges import extremes
 
-_HALVES = {"fp16": torch.float16, "bf16": torch.bfloat16}
+_TORCH = {"fp16": torch.float16, "bf16": torch.bfloat16}
+
+Grid = tuple[Tensor, Tensor]
+"""Scale and zero point, (1,) float32 each, of all inputs of a layer."""
 
 
-def quantize(
-    model: MLP,
-    config: str | QuantConfig,
-    calibration_data: Tensor | None = None,
-    *,
-    only: Collection[str] | None = None,
-) -> MLP:
+def quantize(model: MLP, config: str | QuantConfig, calibration_data: Tensor | None = None) -> MLP:
     """A copy of `model` with every layer, the head included, as `config` says; `model` is left as it was.
 
     Args:
@@ -37,18 +36,45 @@ def quantize(
             float32), or "int8": symmetric weights with one scale per output channel, absmax / 127, and activations
             quantized row by row as they come (scale absmax / 127 of the row). An output channel of zeros stays zeros.
         calibration_data: images (S, K), uint8 pixels or normalised floats, not of the test split, for a `config` that
-            looks at data (static activations, any method but absmax); `config.calibration_samples` of them are used.
-        only: names of the layers to quantize, such as {"fc1"}; the others stay as they are.
+            looks at data (static activations; gptq, smoothquant, bias-correction); `config.calibration_samples` of
+            them are used.
 
     Warns:
         CalibrationWarning: the data say little about a layer.
 
     Raises:
-        UserError: unknown dtype, a model that is already quantized or sparse, a weight that is NaN or Inf or that
-            does not fit `dtype`, calibration data that are missing or not finite; the message names the layer.
+        UserError: unknown dtype, a layer that is not there, a model that is already quantized or sparse, a weight that
+            is NaN or Inf or that does not fit `dtype`, calibration data that are missing or not finite; the message
+            names the layer.
     """
-    if isinstance(config, str):
-        config = QuantConfig(config)
+    prepared = prepare(model, QuantConfig(config) if isinstance(config, str) else config, calibration_data)
+    layers = prepared.model.layers()
+    quantized = {
+        name: _to_half(name, layers[name], _TORCH[one.dtype])
+        if one.dtype in HALVES
+        else _rounded(layers[name], one, prepared.grids.get(name), prepared.inputs.get(name))
+        for name, one in prepared.configs.items()
+    }
+    return prepared.model.replace(quantized)
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """What is settled before any layer is rounded.
+
+    model: dense, float32, the ranges of its layers balanced if that was asked. configs: what each layer that is to be
+    quantized is asked to be. grids: of the inputs of layers with static activations. inputs: name -> X (S, K), of the
+    layers of methods that look at them.
+    """
+
+    model: MLP
+    configs: dict[str, QuantConfig]
+    grids: dict[str, Grid]
+    inputs: dict[str, Tensor]
+
+
+def prepare(model: MLP, config: QuantConfig, calibration_data: Tensor | None) -> Prepared:
+    """Check `model`, and settle what must be known of all layers at once. Raises and warns as `quantize`."""
     layers = dense_layers(model, "quantize")
     for name, layer in layers.items():
         if layer.weight.dtype != torch.float32:
@@ -56,55 +82,62 @@ def quantize(
                 f"Cannot quantize this model: its layer {name} is already {_name(layer.weight.dtype)}. "
                 "Start from the float32 model of the run."
             )
-    if unknown := set(only or ()) - layers.keys():
+    if unknown := dict(config.layers).keys() - layers.keys():
         raise UserError(f"There is no layer {', '.join(sorted(unknown))}; the layers are {', '.join(layers)}.")
-    chosen = [name for name in layers if only is None or name in only]
-    if config.dtype not in BITS:
-        return model.replace({name: _to_half(name, layers[name], _HALVES[config.dtype]) for name in chosen})
+    configs = {name: one for name in layers if (one := config.of(name)) is not None}
     if config.needs_data and calibration_data is None:
         raise UserError("This quantization looks at calibration data and was given none.")
     inputs: dict[str, Tensor] = {}
-    if config.method == "smoothquant":
+    if config.method == "equalisation":
+        model = equalise(model)
+    elif config.method == "smoothquant":
         model = migrate(model, sampled_inputs(model, calibration_data, config))
     elif config.method != "absmax":
         inputs = sampled_inputs(model, calibration_data, config)
+    static = {name: one for name, one in configs.items() if one.static}
     ranges: dict[str, tuple[float, float]] = {}
-    if config.calibration == "fixed":
-        ranges = dict.fromkeys(layers, Fixed(*config.range).range())
-    elif config.static:
-        ranges = layer_ranges(model, calibration_data, config)
-    layers = model.layers()  # those that were made smooth
-    return model.replace(
-        {name: _to_integers(layers[name], config, ranges.get(name), inputs.get(name)) for name in chosen}
-    )
+    if static and config.calibration == "fixed":
+        ranges = dict.fromkeys(static, Fixed(*config.range).range())
+    elif static:
+        ranges = layer_ranges(model, calibration_data, static)
+    grids = {}
+    for name, limits in ranges.items():
+        lo, hi = (torch.tensor([extreme], device=layers[name].weight.device) for extreme in limits)
+        grids[name] = scale_and_zero(lo, hi, static[name].bits, config.symmetric)
+    return Prepared(model, configs, grids, inputs)
 
 
 @torch.no_grad()
-def _to_integers(
-    layer: Linear, config: QuantConfig, input_range: tuple[float, float] | None, X: Tensor | None
-) -> torch.nn.Module:
-    """One layer with rounded weights; computed in integers, or, in simulation, in float32. X: its inputs, (S, K)."""
-    w = layer.weight.detach()
-    scheme = (config.bits, config.granularity, config.group, config.symmetric)
-    q, scale, zero = gptq(w, X, *scheme) if config.method == "gptq" else round_weights(w, *scheme)
-    grid = None
-    if input_range is not None:
-        lo, hi = (torch.tensor([extreme], device=w.device) for extreme in input_range)
-        grid = scale_and_zero(lo, hi, config.bits, config.symmetric)
-
-    def build(bias: Tensor | None, activation: str | None) -> torch.nn.Module:
-        if not config.simulate:
-            scales = scale.expand(len(w), 1).reshape(-1).contiguous()
-            return QuantLinear.from_integers(q.to(torch.int8), scales, bias, activation, grid and grid[0])
-        s, z = (spread(value, w, config.granularity, config.group) for value in (scale, zero))
-        bits = None if config.weights_only else config.bits
-        return SimulatedLinear(to_reals(q, s, z), bias, activation, bits, grid, config.symmetric)
-
-    bias = layer.bias
+def _rounded(layer: Linear, config: QuantConfig, grid: Grid | None, X: Tensor | None) -> torch.nn.Module:
+    """One layer with rounded weights; X: its inputs, (S, K)."""
+    w, bias = layer.weight.detach(), layer.bias
+    parts = gptq(w, X, *scheme(config)) if config.method == "gptq" else round_weights(w, *scheme(config))
     if config.method == "bias-correction":
         exact = torch.nn.functional.linear(X, w, bias)
-        bias = corrected_bias(bias, exact, build(bias, None)(X))
-    return build(bias, layer.activation)
+        bias = corrected_bias(bias, exact, inference_layer(config, parts, bias, None, grid)(X))
+    return inference_layer(config, parts, bias, layer.activation, grid)
+
+
+def scheme(config: QuantConfig) -> tuple:
+    """The arguments of `round_weights` and `gptq` beyond the arrays."""
+    return config.bits, config.granularity, config.group, config.symmetric, extremes(config)
+
+
+def inference_layer(
+    config: QuantConfig,
+    parts: tuple[Tensor, Tensor, Tensor],
+    bias: Tensor | None,
+    activation: str | None,
+    grid: Grid | None,
+) -> torch.nn.Module:
+    """The layer of rounded weights: computed in integers, or, in simulation, in float32. parts: of `round_weights`."""
+    q, scale, zero = parts
+    if not config.simulate:
+        scales = scale.expand(len(q), 1).reshape(-1).contiguous()
+        return QuantLinear.from_integers(q.to(torch.int8), scales, bias, activation, grid and grid[0])
+    s, z = (spread(value, q, config.granularity, config.group) for value in (scale, zero))
+    bits = None if config.weights_only else config.bits
+    return SimulatedLinear(to_reals(q, s, z), bias, activation, bits, grid, config.symmetric)
 
 
 def _to_half(name: str, layer: Linear, dtype: torch.dtype) -> Linear:

@@ -7,26 +7,32 @@ Source: E. Frantar et al., "GPTQ: Accurate Post-Training Quantization for Genera
 import torch
 from torch import Tensor
 
-from qsparse.quant.schemes import groups, to_integers, to_reals, weight_grid
+from qsparse.quant.schemes import Extremes, groups, minmax, to_grid, to_reals, weight_grid
 
 _BLOCK = 128  # columns whose errors reach the columns behind the block at once: B of the paper
 _DAMPING = 0.01  # of the mean of H's diagonal
 
 
 def gptq(
-    W: Tensor, X: Tensor, bits: int, granularity: str = "channel", group: int = 64, symmetric: bool = True
+    W: Tensor,
+    X: Tensor,
+    bits: int | str,
+    granularity: str = "channel",
+    group: int = 64,
+    symmetric: bool = True,
+    extremes: Extremes = minmax,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Integers for W (N, K) that keep ``X @ W.T`` rather than W.
+    """Numbers of few bits for W (N, K) that keep ``X @ W.T`` rather than W.
 
     W: (N, K) float32. X: (S, K), the layer's inputs on calibration data, finite. The others: as of `round_weights`. The
     scales of a tensor or a channel are those of W; a group's are those of its columns when their turn comes.
-    Returns what `round_weights` does: integers in float32 (N, K), scales and zero points, (1, 1), (N, 1) or (N, G).
+    Returns what `round_weights` does: q in float32 (N, K), scales and zero points, (1, 1), (N, 1) or (N, G).
     """
     (N, K), size = W.shape, groups(W.shape[1], granularity, group)
     U = inverse_factor(X)
     W = W.double().clone()
     Q = torch.empty(N, K, dtype=torch.float32, device=W.device)
-    grids = [] if granularity == "group" else [weight_grid(W.float(), bits, granularity, group, symmetric)]
+    grids = [] if granularity == "group" else [weight_grid(W.float(), bits, granularity, group, symmetric, extremes)]
     E = torch.zeros_like(W)  # of column i: its rounding error over U_ii
     start = 0  # of the block: what lies before it has reached all columns
     for i in range(K):
@@ -35,10 +41,10 @@ def gptq(
             W[:, i:] -= E[:, start:i] @ U[start:i, i:]
             start = i
         if new_group:
-            grids.append(weight_grid(W[:, i : i + size].float(), bits, "channel", size, symmetric))
+            grids.append(weight_grid(W[:, i : i + size].float(), bits, "channel", size, symmetric, extremes))
         scale, zero = (value[:, 0] for value in grids[-1])
         w = W[:, i] - E[:, start:i] @ U[start:i, i]
-        Q[:, i] = to_integers(w.float(), scale, zero, bits, symmetric)
+        Q[:, i] = to_grid(w.float(), scale, zero, bits, symmetric)
         E[:, i] = (w - to_reals(Q[:, i], scale, zero)) / U[i, i]
     if not grids:  # K = 0
         return Q, *weight_grid(W.float(), bits, granularity, group, symmetric)

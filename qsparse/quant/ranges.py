@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from qsparse.quant.schemes import scale_and_zero, to_integers, to_reals
+from qsparse.quant.schemes import scale_and_zero, to_grid, to_reals
 
 _STEPS = 100  # fractions of the extremes that mse tries
 _BINS = 2048  # of entropy's histogram, on each side of zero
@@ -99,7 +99,7 @@ class Percentile(_Values):
 class Mse(_Values):
     """The fraction of the extremes, of 1 %, 2 %, ... 100 %, whose rounding and clipping have the least mean square."""
 
-    def __init__(self, bits: int, symmetric: bool) -> None:
+    def __init__(self, bits: int | str, symmetric: bool) -> None:
         super().__init__()
         self.bits, self.symmetric = bits, symmetric
 
@@ -112,7 +112,7 @@ class Mse(_Values):
     def _loss(self, x: Tensor, fraction: float) -> float:
         lo, hi = (torch.tensor(fraction * extreme) for extreme in (self.lo, self.hi))
         scale, zero = scale_and_zero(lo, hi, self.bits, self.symmetric)
-        back = to_reals(to_integers(x, scale, zero, self.bits, self.symmetric), scale, zero)
+        back = to_reals(to_grid(x, scale, zero, self.bits, self.symmetric), scale, zero)
         return float((back - x).square().mean(dtype=torch.float64))
 
 

@@ -3,15 +3,15 @@
 import torch
 from torch import Tensor
 
-from qsparse.quant.schemes import scale_and_zero, to_integers, to_reals
+from qsparse.quant.schemes import scale_and_zero, to_grid, to_reals
 
 
 class SimulatedLinear(torch.nn.Module):
     """``y = act(round(x) @ weight.T + bias)`` in float32.
 
-    weight: (N, K) float32, rounded already. bias: (N,) or None. activation: None or "relu". bits: of x; None leaves it
-    as it is. grid: scale and zero point, (1,) float32 each, that round all of x; None takes each row's extremes.
-    symmetric: whether x is rounded without a zero point.
+    weight: (N, K) float32, rounded already. bias: (N,) or None. activation: None or "relu". bits: of x, as of
+    `to_grid`; None leaves it as it is. grid: scale and zero point, (1,) float32 each, that round all of x; None takes
+    each row's extremes. symmetric: whether x is rounded without a zero point.
     """
 
     simulated = True
@@ -21,7 +21,7 @@ class SimulatedLinear(torch.nn.Module):
         weight: Tensor,
         bias: Tensor | None,
         activation: str | None,
-        bits: int | None,
+        bits: int | str | None,
         grid: tuple[Tensor, Tensor] | None,
         symmetric: bool,
     ) -> None:
@@ -44,7 +44,7 @@ class SimulatedLinear(torch.nn.Module):
         scale, zero = self.input_scale, self.input_zero
         if scale is None:
             scale, zero = scale_and_zero(*x.aminmax(dim=-1, keepdim=True), self.bits, self.symmetric)
-        return to_reals(to_integers(x, scale, zero, self.bits, self.symmetric), scale, zero)
+        return to_reals(to_grid(x, scale, zero, self.bits, self.symmetric), scale, zero)
 
     def cpu_kernel(self) -> str:
         return "simulated in float32"

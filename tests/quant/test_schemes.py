@@ -77,7 +77,7 @@ def test_zeros_stay_zeros(granularity, symmetric):
 def test_asymmetric_by_hand():
     scale, zero = schemes.scale_and_zero(torch.tensor([-1.0]), torch.tensor([4.0]), 2, symmetric=False)
     np.testing.assert_allclose((scale.item(), zero.item()), (5 / 3, 1))  # rint(0.6)
-    q = schemes.to_integers(torch.tensor([-9.0, -1.0, 0.0, 4.0, 9.0]), scale, zero, 2, symmetric=False)
+    q = schemes.to_grid(torch.tensor([-9.0, -1.0, 0.0, 4.0, 9.0]), scale, zero, 2, symmetric=False)
     assert q.tolist() == [0, 0, 1, 3, 3]
     assert schemes.to_reals(q, scale, zero)[2] == 0
 
@@ -85,7 +85,7 @@ def test_asymmetric_by_hand():
 def test_a_range_always_holds_zero_and_may_be_as_wide_as_float32():
     for symmetric in (True, False):
         scale, zero = schemes.scale_and_zero(torch.tensor([2.0]), torch.tensor([3.0]), 8, symmetric)
-        assert schemes.to_reals(schemes.to_integers(torch.zeros(1), scale, zero, 8, symmetric), scale, zero) == 0
+        assert schemes.to_reals(schemes.to_grid(torch.zeros(1), scale, zero, 8, symmetric), scale, zero) == 0
         scale, zero = schemes.scale_and_zero(torch.tensor([-3e38]), torch.tensor([3e38]), 8, symmetric)
         assert torch.isfinite(scale).all()
         assert torch.isfinite(zero).all()
