@@ -47,9 +47,45 @@ class Tier(enum.StrEnum):
     sm90 = "sm90"
 
 
-@app.callback()
-def _bench() -> None:
-    """Keeps `gemm` a command of its own while it is the only one."""
+class Op(enum.StrEnum):
+    gemm_int8 = "gemm_int8"
+    gemm_fp8 = "gemm_fp8"
+    gemm_weight_only = "gemm_weight_only"
+    quantize_rows = "quantize_rows"
+
+
+class Compile(enum.StrEnum):
+    off = "off"
+    default = "default"
+    max_autotune = "max-autotune-no-cudagraphs"
+
+
+DEVICE = typer.Option(help="auto takes the GPU when there is one and CuPy is installed.")
+SHAPES = typer.Option(
+    metavar="M,N,K", show_default="a list of each size", help="Batch rows, outputs, inputs; repeat it for more."
+)
+REPETITIONS = typer.Option(min=1, help="Timed replays on a GPU, fewer for calls beyond 5 ms; a CPU gets a fixed time.")
+OUT = typer.Option(metavar="JSONL", show_default=False, help="Append the rows to this file.")
+JSON = typer.Option("--json", help="Print one JSON object on standard output, all else on standard error.")
+COMPILE = typer.Option("--compile", help="How torch.compile makes the peers that need it; off leaves them out.")
+
+
+def _say(line: str) -> None:
+    print(line, file=sys.stderr, flush=True)
+
+
+def _finish(result, out: Path | None, as_json: bool) -> None:
+    """Print a benchmark's rows, and end with 1 if a kernel was wrong."""
+    from qsparse.bench.tables import show
+
+    text = sys.stderr if as_json else sys.stdout
+    show(result.rows, result.means, result.ceiling, text)
+    if out:
+        print(f"rows: {out}", file=text)
+    if as_json:
+        print(json.dumps(result.to_json(), allow_nan=False))
+    if result.wrong:
+        raise typer.Exit(WRONG)
 
 
 @app.command()
@@ -58,12 +94,7 @@ def gemm(
         list[Dtype] | None,
         typer.Option(show_default="all that this device does", help="Repeat it for more; int8 on a CPU only."),
     ] = None,
-    shapes: Annotated[
-        list[str] | None,
-        typer.Option(
-            metavar="M,N,K", show_default="a list of each size", help="Batch rows, outputs, inputs; repeat it for more."
-        ),
-    ] = None,
+    shapes: Annotated[list[str] | None, SHAPES] = None,
     layout: Annotated[
         list[Layout] | None,
         typer.Option(
@@ -71,9 +102,7 @@ def gemm(
             help="nt is the forward product, nn the input's and tn the weight's gradient; repeatable.",
         ),
     ] = None,
-    device: Annotated[Device, typer.Option(help="auto takes the GPU when there is one and CuPy is installed.")] = (
-        Device.auto
-    ),
+    device: Annotated[Device, DEVICE] = Device.auto,
     tier: Annotated[
         Tier | None, typer.Option(show_default="the best that the card has", help="Time this tier of ours instead.")
     ] = None,
@@ -83,58 +112,70 @@ def gemm(
             "--duel/--no-duel", show_default="on a GPU", help="Add 4096³ in float32 on the CPU, beside the GPU."
         ),
     ] = None,
-    repetitions: Annotated[
-        int, typer.Option(min=1, help="Timed replays on a GPU, fewer for calls beyond 5 ms; a CPU gets a fixed time.")
-    ] = 100,
-    out: Annotated[
-        Path | None, typer.Option(metavar="JSONL", show_default=False, help="Append the rows to this file.")
-    ] = None,
+    repetitions: Annotated[int, REPETITIONS] = 100,
+    out: Annotated[Path | None, OUT] = None,
     tune: Annotated[
         bool,
         typer.Option("--tune", help="Time every configuration for these shapes and keep the fastest in the table."),
     ] = False,
-    as_json: Annotated[
-        bool, typer.Option("--json", help="Print one JSON object on standard output, all else on standard error.")
-    ] = False,
+    as_json: Annotated[bool, JSON] = False,
 ) -> None:
     """Time the dense product, plain and with bias and ReLU. Exits with 1 if a kernel gave a wrong output."""
-    text = sys.stderr if as_json else sys.stdout
     chosen = {
         "dtypes": tuple(each.value for each in dtype or ()),
         "shapes": tuple(parse_shape(each) for each in shapes or ()),
         "layouts": tuple(each.value for each in layout or ()) or ("nt",),
     }
-
-    def say(line: str) -> None:
-        print(line, file=sys.stderr, flush=True)
-
     if tune:
         from qsparse.bench.tune import tune as tune_gemm
         from qsparse.device import resolve_device
 
-        found = tune_gemm(resolve_device(device.value, say), **chosen, table=out, say=say)
-        print(f"{len(found.entries)} shapes tuned, written to {found.table}", file=text)
+        found = tune_gemm(resolve_device(device.value, _say), **chosen, table=out, say=_say)
+        print(
+            f"{len(found.entries)} shapes tuned, written to {found.table}", file=sys.stderr if as_json else sys.stdout
+        )
         if as_json:
             print(json.dumps(found.to_json(), allow_nan=False))
         return
 
     from qsparse.bench.gemm import bench
-    from qsparse.bench.tables import show
     from qsparse.device import resolve_device
 
     result = bench(
-        resolve_device(device.value, say),
+        resolve_device(device.value, _say),
         **chosen,
         tier=tier.value if tier else None,
         duel=duel,
         repetitions=repetitions,
         out=out,
-        say=say,
+        say=_say,
     )
-    show(result.rows, result.means, result.ceiling, text)
-    if out:
-        print(f"rows: {out}", file=text)
-    if as_json:
-        print(json.dumps(result.to_json(), allow_nan=False))
-    if result.wrong:
-        raise typer.Exit(WRONG)
+    _finish(result, out, as_json)
+
+
+@app.command()
+def int8(
+    op: Annotated[list[Op] | None, typer.Option(show_default="all", help="What to time; repeat it for more.")] = None,
+    shapes: Annotated[list[str] | None, SHAPES] = None,
+    device: Annotated[Device, DEVICE] = Device.auto,
+    compile: Annotated[Compile, COMPILE] = Compile.off,
+    repetitions: Annotated[int, REPETITIONS] = 100,
+    out: Annotated[Path | None, OUT] = None,
+    as_json: Annotated[bool, JSON] = False,
+) -> None:
+    """Time the int8 products and the quantization before them. Exits with 1 if a kernel gave a wrong output."""
+    parsed = tuple(parse_shape(each) for each in shapes or ())
+
+    from qsparse.bench.int8 import bench
+    from qsparse.device import resolve_device
+
+    result = bench(
+        resolve_device(device.value, _say),
+        ops=tuple(each.value for each in op or ()),
+        shapes=parsed,
+        compile=compile.value,
+        repetitions=repetitions,
+        out=out,
+        say=_say,
+    )
+    _finish(result, out, as_json)

@@ -41,6 +41,13 @@ CPU_SHAPES: tuple[Shape, ...] = (
     (1, 1024, 784),
 )
 
+QUANTIZED_SHAPES: tuple[tuple[int, int], ...] = ((60000, 784), (8192, 8192), (10000, 4096), (1024, 1024), (64, 784))
+"""Rows and columns of activations that are quantized."""
+
+GPU_WEIGHT_ONLY: tuple[Shape, ...] = ((16, 8192, 8192), (1, 8192, 8192), (16, 16384, 16384), (1, 16384, 16384))
+CPU_WEIGHT_ONLY: tuple[Shape, ...] = ((16, 1024, 1024), (1, 4096, 4096))
+"""Few rows before large weights, which take longer to read than to multiply."""
+
 
 def parse_shape(text: str) -> Shape:
     """Turn "M,N,K" into three integers; UserError unless all three are there and at least 1."""

@@ -61,10 +61,12 @@ def _table(key: tuple, rows: list[dict], means: list[dict]) -> Table:
         mean_of = {mean["peer"]: mean[field] for mean in means if group(mean) == common}
         if len(by_shape) > 1 and any(mean_of.get(peer) for peer in peers):
             lines.append({"M, N, K": name} | {_heading(peer, "ratio"): _ratio(mean_of.get(peer)) for peer in peers})
+    shape = "M, K" if all(len(row["shape"]) == 2 for row in rows) else "M, N, K"
     # a column without a figure (the host's time on a CPU) is left out
     headings = [heading for heading in lines[0] if any(line.get(heading, _MISSING) != _MISSING for line in lines)]
     for heading in headings:
-        table.add_column(heading, justify="left" if heading in ("M, N, K", "tier") else "right")
+        title = shape if heading == "M, N, K" else heading
+        table.add_column(title, justify="left" if heading in ("M, N, K", "tier") else "right")
     for line in lines:
         table.add_row(*(Text(line.get(heading, "")) for heading in headings), style="" if "tier" in line else "bold")
     return table
