@@ -92,5 +92,7 @@ def _of_layers(layers: dict[str, torch.nn.Module]) -> MLP:
 
 def _dtype_of(layer: torch.nn.Module) -> torch.dtype:
     """The float dtype of a layer's activations."""
+    if isinstance(layer, nn.WeightOnlyLinear):
+        return layer.dtype
     weight = layer.values if isinstance(layer, nn.SparseLinear) else layer.weight
     return weight.dtype if weight.is_floating_point() else torch.float32

@@ -40,6 +40,7 @@ def mixed_model() -> models.MLP:
             "fc1": nn.QuantLinear.from_linear(layers["fc1"]),
             "fc2": sparse_layer(layers["fc2"]),
             "fc3": copy.deepcopy(layers["fc3"]).to(torch.bfloat16),
+            "fc4": nn.WeightOnlyLinear.from_linear(layers["fc4"]),
         }
     )
 
@@ -123,7 +124,7 @@ def mixed_model_reference(images):
     model = mixed_model()
     x = normalize(images)
     for layer in model.layers().values():
-        if isinstance(layer, nn.QuantLinear):
+        if isinstance(layer, (nn.QuantLinear, nn.WeightOnlyLinear)):
             weight = layer.weight * layer.weight_scale[:, None]
         elif isinstance(layer, nn.SparseLinear):
             weight = torch.zeros(layer.out_features, layer.in_features)

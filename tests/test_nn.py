@@ -11,6 +11,7 @@ from torch.nn import functional
 
 from qsparse import nn
 from qsparse.oracles.gemm_int8 import gemm_int8 as int8_oracle
+from qsparse.oracles.gemm_weight_only import gemm_weight_only as weight_only_oracle
 from qsparse.oracles.quantize_rows import quantize_rows as quantize_oracle
 
 TOLERANCE = {torch.float32: 2e-6, torch.float16: 2e-3, torch.bfloat16: 1.5e-2}  # relative, by the norm
@@ -210,6 +211,58 @@ def test_quantizing_a_transposed_weight_stores_it_row_major():
     assert nn.QuantLinear.from_linear(linear).weight.is_contiguous()
 
 
+# --- WeightOnlyLinear -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE)
+@pytest.mark.parametrize(("bits", "group", "rounding"), [(8, None, 0.01), (8, 64, 0.01), (4, None, 0.2), (4, 96, 0.15)])
+@pytest.mark.parametrize("shape", [(1, 784), (2, 3, 784), (784,), (0, 784), (300, 784)], ids=str)
+def test_weight_only_linear_equals_the_oracle_of_what_it_stores(device, dtype, bits, group, rounding, shape):
+    linear = nn.Linear(784, 33, activation="relu")
+    layer = nn.WeightOnlyLinear.from_linear(linear, bits, group, dtype).to(device)
+    x = torch.randn(shape).to(dtype)
+    y = layer(x.to(device))
+    stored = (value.double().cpu() if value.is_floating_point() else value.cpu() for value in layer.buffers())
+    expected = weight_only_oracle(x.reshape(-1, 784).double(), *stored, group=group, relu=True)
+    assert y.dtype == dtype
+    assert y.shape == (*shape[:-1], 33)
+    assert error(y.reshape(-1, 33), torch.from_numpy(expected)) < TOLERANCE[dtype]
+    if x.numel() > 784:
+        assert error(y, linear(x.float())) < rounding
+    assert layer.weight.dtype == (torch.int8 if bits == 8 else torch.uint8)
+    assert layer.weight.shape == (33, 784 * bits // 8)
+    assert layer.weight_scale.shape == ((33,) if group is None else (33, -(-784 // group)))
+
+
+@pytest.mark.parametrize("bits", [8, 4])
+@pytest.mark.parametrize("group", [None, 32])
+def test_case_6_weight_only_channels_of_zeros_and_of_extremes(bits, group):
+    linear = nn.Linear(70, 4, bias=False)
+    with torch.no_grad():
+        linear.weight[1] = 0
+        linear.weight[2] = 1e-45
+        linear.weight[3] = torch.linspace(-3, 3, 70)
+    layer = nn.WeightOnlyLinear.from_linear(linear, bits, group, torch.float32)
+    assert (layer.weight_scale[1:3] == 1).all()
+    assert (layer(torch.randn(5, 70))[:, 1:3] == 0).all()
+    limit = 2 ** (bits - 1) - 1
+    assert float(layer.weight_scale[3].max()) == np.float32(3) / np.float32(limit)
+    inputs = torch.eye(70)[[0, 69]]
+    torch.testing.assert_close(layer(inputs)[:, 3], torch.tensor([-3.0, 3.0]))
+
+
+def test_weight_only_linear_leaves_the_dense_layer_alone():
+    linear = nn.Linear(20, 4)
+    before = {name: value.clone() for name, value in linear.state_dict().items()}
+    layer = nn.WeightOnlyLinear.from_linear(linear, dtype=torch.float32)
+    with torch.no_grad():
+        layer.bias += 1
+        layer.weight += 1
+    for name, value in linear.state_dict().items():
+        assert torch.equal(value, before[name])
+    assert not list(layer.parameters())
+
+
 # --- SparseLinear ---------------------------------------------------------------------------------------------------
 
 
@@ -291,6 +344,8 @@ def every_layer() -> list[torch.nn.Module]:
         nn.Linear(6, 4, bias=False, dtype=torch.bfloat16),
         nn.QuantLinear.from_linear(linear),
         nn.QuantLinear.from_linear(nn.Linear(6, 4, bias=False)),
+        nn.WeightOnlyLinear.from_linear(linear),
+        nn.WeightOnlyLinear.from_linear(nn.Linear(6, 4, bias=False), bits=4, group=4, dtype=torch.bfloat16),
         *sparse_layers(weight, torch.randn(4), "relu", "cpu"),
         *sparse_layers(weight.half(), None, None, "cpu"),
     ]
@@ -305,7 +360,8 @@ def test_a_layer_comes_back_from_its_description_and_its_state(index):
     assert empty.describe() == description
     assert (empty.in_features, empty.out_features, empty.activation) == (6, 4, layer.activation)
     empty.load_state_dict(layer.state_dict(), strict=True)
-    dtype = layer.values.dtype if isinstance(layer, nn.SparseLinear) else layer.weight.dtype
+    dtypes = {nn.SparseLinear: lambda: layer.values.dtype, nn.WeightOnlyLinear: lambda: layer.dtype}
+    dtype = dtypes.get(type(layer), lambda: layer.weight.dtype)()
     x = torch.randn(5, 6).to(dtype if dtype.is_floating_point else torch.float32)
     with torch.no_grad():
         assert torch.equal(empty(x), layer(x))
@@ -315,7 +371,8 @@ def test_kernel_names_what_runs():
     names = [layer.cpu_kernel() for layer in every_layer()]
     assert names[0] == "gemm:cpu"
     assert names[2] in ("gemm_int8:cpu (torch._int_mm)", "gemm_int8:cpu (float32 slices)")
-    assert names[4:6] == ["spmm_csr:cpu", "spmm_coo:cpu"]
+    assert names[4] == "gemm_weight_only:cpu"
+    assert names[6:8] == ["spmm_csr:cpu", "spmm_coo:cpu"]
 
 
 def test_what_cannot_be_is_refused():
@@ -323,10 +380,15 @@ def test_what_cannot_be_is_refused():
         lambda: nn.Linear(3, 4, activation="gelu"),
         lambda: nn.QuantLinear(3, 4, activation="gelu"),
         lambda: nn.SparseLinear(3, 4, 0, activation="gelu"),
+        lambda: nn.WeightOnlyLinear(3, 4, activation="gelu"),
     ):
         with pytest.raises(ValueError, match=r'^activation must be None or "relu", got \'gelu\''):
             make()
     with pytest.raises(ValueError, match=r"^format must be one of csr, coo, got 'csc'"):
         nn.SparseLinear(3, 4, 0, "csc")
-    with pytest.raises(ValueError, match=r"^unknown kind of layer 'Conv'; known are Linear, QuantLinear, SparseLinear"):
+    with pytest.raises(ValueError, match=r"^bits must be 4 or 8, got 3"):
+        nn.WeightOnlyLinear.from_linear(nn.Linear(3, 4), 3)
+    with pytest.raises(ValueError, match=r"^group must be at least 1, got 0"):
+        nn.WeightOnlyLinear(3, 4, group=0)
+    with pytest.raises(ValueError, match=r"^unknown kind of layer 'Conv'; known are Linear, QuantLinear, Weight"):
         nn.from_description({"kind": "Conv"})

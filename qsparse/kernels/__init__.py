@@ -10,6 +10,7 @@ Each face has a sibling in ``qsparse.oracles`` that says in plain NumPy what it 
 from qsparse.kernels.bias_relu_grad import bias_relu_grad
 from qsparse.kernels.gemm import gemm
 from qsparse.kernels.gemm_int8 import gemm_int8
+from qsparse.kernels.gemm_weight_only import gemm_weight_only
 from qsparse.kernels.quantize_rows import quantize_rows
 from qsparse.kernels.sgd import sgd
 from qsparse.kernels.softmax_cross_entropy import softmax_cross_entropy
@@ -21,6 +22,7 @@ __all__ = [
     "bias_relu_grad",
     "gemm",
     "gemm_int8",
+    "gemm_weight_only",
     "quantize_rows",
     "sgd",
     "softmax_cross_entropy",

@@ -1,4 +1,4 @@
-"""Layers over ``qsparse.kernels``: ``Linear`` trains; ``QuantLinear`` and ``SparseLinear`` only infer.
+"""Layers over ``qsparse.kernels``: ``Linear`` trains; ``QuantLinear``, ``WeightOnlyLinear`` and ``SparseLinear`` infer.
 
 Every layer has ``in_features``, ``out_features``, ``activation`` (None or "relu"), ``describe()`` (what
 ``from_description`` needs to make an empty one) and ``cpu_kernel()`` (what a result row shows on a CPU).
@@ -8,8 +8,9 @@ from qsparse.nn.linear import Linear
 from qsparse.nn.loss import cross_entropy
 from qsparse.nn.quant_linear import QuantLinear
 from qsparse.nn.sparse_linear import SparseLinear
+from qsparse.nn.weight_only_linear import WeightOnlyLinear
 
-_KINDS = {kind.__name__: kind for kind in (Linear, QuantLinear, SparseLinear)}
+_KINDS = {kind.__name__: kind for kind in (Linear, QuantLinear, WeightOnlyLinear, SparseLinear)}
 
 
 def from_description(description: dict):
@@ -21,4 +22,4 @@ def from_description(description: dict):
     return _KINDS[kind].from_description(options)
 
 
-__all__ = ["Linear", "QuantLinear", "SparseLinear", "cross_entropy", "from_description"]
+__all__ = ["Linear", "QuantLinear", "SparseLinear", "WeightOnlyLinear", "cross_entropy", "from_description"]
