@@ -10,7 +10,7 @@ from typing import Annotated
 
 import typer
 
-from qsparse.bench.shapes import parse_shape
+from qsparse.bench.shapes import parse_shape, parse_sizes
 
 WRONG = 1
 """The exit code where a kernel's output was not that of the reference."""
@@ -75,11 +75,9 @@ def _say(line: str) -> None:
 
 
 def _finish(result, out: Path | None, as_json: bool) -> None:
-    """Print a benchmark's rows, and end with 1 if a kernel was wrong."""
-    from qsparse.bench.tables import show
-
+    """Print a benchmark's result, and end with 1 if a kernel was wrong."""
     text = sys.stderr if as_json else sys.stdout
-    show(result.rows, result.means, result.ceiling, text)
+    result.show(text)
     if out:
         print(f"rows: {out}", file=text)
     if as_json:
@@ -173,6 +171,39 @@ def int8(
         resolve_device(device.value, _say),
         ops=tuple(each.value for each in op or ()),
         shapes=parsed,
+        compile=compile.value,
+        repetitions=repetitions,
+        out=out,
+        say=_say,
+    )
+    _finish(result, out, as_json)
+
+
+@app.command()
+def mlp(
+    network: Annotated[
+        list[str] | None,
+        typer.Option(metavar="SIZES", show_default="784,256,10 and wider", help="Widths, such as 784,256,10."),
+    ] = None,
+    batch: Annotated[
+        list[int] | None, typer.Option(min=1, show_default="1 to 10,000", help="Rows; repeatable.")
+    ] = None,
+    device: Annotated[Device, DEVICE] = Device.auto,
+    compile: Annotated[Compile, COMPILE] = Compile.off,
+    repetitions: Annotated[int, REPETITIONS] = 100,
+    out: Annotated[Path | None, OUT] = None,
+    as_json: Annotated[bool, JSON] = False,
+) -> None:
+    """Time whole int8 networks beside the libraries'. Exits with 1 if one gave a wrong output."""
+    networks = tuple(parse_sizes(each) for each in network or ())
+
+    from qsparse.bench.mlp import bench
+    from qsparse.device import resolve_device
+
+    result = bench(
+        resolve_device(device.value, _say),
+        networks=networks,
+        batches=tuple(batch or ()),
         compile=compile.value,
         repetitions=repetitions,
         out=out,

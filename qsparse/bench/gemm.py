@@ -32,7 +32,7 @@ from qsparse.bench.harness import (
 )
 from qsparse.bench.peers import pytorch
 from qsparse.bench.shapes import CPU_SHAPES, DUEL, GPU_SHAPES, LARGEST, Shape
-from qsparse.bench.summary import NO_CEILING, Ceilings, means
+from qsparse.bench.summary import NO_CEILING, Ceilings, Result, means
 from qsparse.errors import UserError
 from qsparse.measure import environment
 
@@ -186,23 +186,6 @@ def measure_problem(
         )
         for variant, peer, key in pairs
     ]
-
-
-@dataclass(frozen=True)
-class Result:
-    """All rows of a run, the mean of each group, and what the ceilings were."""
-
-    rows: list[dict]
-    means: list[dict]
-    ceiling: str | None
-
-    @property
-    def wrong(self) -> list[dict]:
-        """Rows whose kernel gave a wrong output."""
-        return [each for each in self.rows if not each["correct"]]
-
-    def to_json(self) -> dict:
-        return {"rows": self.rows, "means": self.means, "ceiling": self.ceiling, "wrong": len(self.wrong)}
 
 
 def bench(

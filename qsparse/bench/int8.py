@@ -42,7 +42,7 @@ from qsparse.bench.shapes import (
     QUANTIZED_SHAPES,
     Shape,
 )
-from qsparse.bench.summary import NO_CEILING, Ceilings, means
+from qsparse.bench.summary import NO_CEILING, Ceilings, Result, means
 from qsparse.errors import UserError
 from qsparse.kernels.gemm_weight_only import spread_groups, unpack_int4
 from qsparse.measure import environment
@@ -98,8 +98,8 @@ class Layer:
         return 2 * m * n * k
 
     def scaled(self) -> Reference:
-        """act(((float32) acc * scale_x) * scale_w + bias) in float16, each step rounded: what every bit has to be."""
-        y = self.acc.float().mul_(self.scale_x[:, None]).mul_(self.scale_w).add_(self.bias.float()).relu_()
+        """relu(((float32) acc * scale_x) * scale_w + bias) in float16: what every bit has to be."""
+        y = scaled(self.acc, self.scale_x, self.scale_w, self.bias.float(), relu=True)
         return Reference(y.half().to(torch.float64))
 
 
@@ -119,6 +119,12 @@ def quantized(x: Tensor) -> tuple[Tensor, Tensor]:
     scale = x.abs().amax(1) / 127
     scale = torch.where(scale < torch.finfo(torch.float32).tiny, 1.0, scale)
     return (x / scale[:, None]).round().to(torch.int8), scale
+
+
+def scaled(acc: Tensor, scale_x: Tensor, scale_w: Tensor, bias: Tensor, *, relu: bool) -> Tensor:
+    """((float32) acc * scale_x) * scale_w + bias, each step rounded to float32; `acc` (M, N) float64 holds integers."""
+    y = acc.float().mul_(scale_x[:, None]).mul_(scale_w).add_(bias)
+    return y.relu_() if relu else y
 
 
 def int8_cases(given: Layer, compile: str, say: Callable[[str], None]) -> list[Case]:
@@ -324,23 +330,6 @@ def measure(
         for case in cases
         for peer in case.peers
     ]
-
-
-@dataclass(frozen=True)
-class Result:
-    """All rows of a run, the mean of each group, and what the ceilings were."""
-
-    rows: list[dict]
-    means: list[dict]
-    ceiling: str | None
-
-    @property
-    def wrong(self) -> list[dict]:
-        """Rows whose kernel gave a wrong output."""
-        return [each for each in self.rows if not each["correct"]]
-
-    def to_json(self) -> dict:
-        return {"rows": self.rows, "means": self.means, "ceiling": self.ceiling, "wrong": len(self.wrong)}
 
 
 def bench(

@@ -51,14 +51,27 @@ CPU_WEIGHT_ONLY: tuple[Shape, ...] = ((16, 1024, 1024), (1, 4096, 4096))
 
 def parse_shape(text: str) -> Shape:
     """Turn "M,N,K" into three integers; UserError unless all three are there and at least 1."""
-    parts = text.replace("_", " ").split(",")  # int() would take "1_000"
-    try:
-        m, n, k = (int(part) for part in parts)
-    except ValueError:
-        m = n = k = 0
-    if min(m, n, k) < 1:
+    found = _integers(text)
+    if len(found) != 3:
         raise UserError(
             f"--shapes {text!r} is no shape: give three integers above 0, M,N,K (batch rows, outputs, inputs), "
             "such as --shapes 4096,1024,784"
         )
-    return m, n, k
+    return found
+
+
+def parse_sizes(text: str) -> tuple[int, ...]:
+    """Turn "784,256,10" into a network's widths; UserError unless there are at least two, all at least 1."""
+    found = _integers(text)
+    if len(found) < 2:
+        raise UserError(f"--network {text!r} is none: give at least two widths above 0, such as --network 784,256,10")
+    return found
+
+
+def _integers(text: str) -> tuple[int, ...]:
+    """The integers of "1,2,3", or none if it holds anything else or one below 1."""
+    try:
+        found = tuple(int(part) for part in text.replace("_", " ").split(","))  # int() would take "1_000"
+    except ValueError:
+        return ()
+    return found if min(found) >= 1 else ()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from typing import IO
 
 from qsparse.bench.harness import geometric_mean
 from qsparse.bench.shapes import LARGEST
@@ -94,3 +95,26 @@ def _mean(rows: list[dict]) -> float | None:
     if not rows or not all(each["ratio"] for each in rows):
         return None
     return round(geometric_mean(each["ratio"] for each in rows), 4)
+
+
+@dataclass(frozen=True)
+class Result:
+    """All rows of a run, the mean of each group, and what the ceilings were."""
+
+    rows: list[dict]
+    means: list[dict]
+    ceiling: str | None
+
+    @property
+    def wrong(self) -> list[dict]:
+        """Rows whose kernel gave a wrong output."""
+        return [each for each in self.rows if not each["correct"]]
+
+    def to_json(self) -> dict:
+        return {"rows": self.rows, "means": self.means, "ceiling": self.ceiling, "wrong": len(self.wrong)}
+
+    def show(self, file: IO[str]) -> None:
+        """Print the tables."""
+        from qsparse.bench.tables import show
+
+        show(self.rows, self.means, self.ceiling, file)

@@ -29,15 +29,42 @@ def show(rows: list[dict], means: list[dict], ceiling: str | None = None, file: 
     """
     file = file or sys.stdout
     for name, members in _tables(rows).items():
-        table = _table(name, members, means)
-        width = Console().width
-        if not file.isatty():  # a pipe has no width: as wide as the table needs
-            plain = Console(width=10_000)
-            width = max(width, Measurement.get(plain, plain.options, table).maximum)
-        Console(file=file, width=width).print(table)
-        print(file=file)
+        _print(_table(name, members, means), file)
     for line in _caption(rows, ceiling):
         print(line, file=file)
+
+
+def show_networks(cells: list[dict], means: dict[str, dict], file: IO[str] | None = None) -> None:
+    """Print a line for each cell of `bench.mlp` to `file` (standard output), and the means over all cells."""
+    table = _empty_table("Whole networks: µs of each, and the fastest peer's time over ours")
+    ours, theirs = (list(dict.fromkeys(name for cell in cells for name in cell[field])) for field in ("us", "peers_us"))
+    for heading in ("network", "batch", *ours, *theirs, *(f"{name}\nratio" for name in ours)):
+        table.add_column(heading, justify="left" if heading == "network" else "right")
+    for cell in cells:
+        times = [_number(cell["us"][name]) if cell["us"].get(name) else "WRONG" for name in ours]
+        peers = [_number(cell["peers_us"].get(name)) + "*" * (name == cell["best_peer"]) for name in theirs]
+        ratios = [_ratio(cell["ratio"].get(name)) for name in ours]
+        table.add_row("-".join(map(str, cell["sizes"])), f"{cell['batch']:,}", *times, *peers, *ratios)
+    blank = [""] * (1 + len(ours) + len(theirs))
+    table.add_row("geometric mean", *blank, *(_ratio(means[name]["ratio"]) for name in ours), style="bold")
+    table.add_row("worst", *blank, *(_ratio(means[name]["worst_ratio"]) for name in ours), style="bold")
+    _print(table, file or sys.stdout)
+    print(
+        "* the fastest peer of the network and batch. WRONG: not the outputs of the reference, so not timed.", file=file
+    )
+
+
+def _empty_table(title: str) -> Table:
+    return Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False, title=title, title_justify="left")
+
+
+def _print(table: Table, file: IO[str]) -> None:
+    width = Console().width
+    if not file.isatty():  # a pipe has no width: as wide as the table needs
+        plain = Console(width=10_000)
+        width = max(width, Measurement.get(plain, plain.options, table).maximum)
+    Console(file=file, width=width).print(table)
+    print(file=file)
 
 
 def _tables(rows: Iterable[dict]) -> dict[tuple, list[dict]]:
@@ -51,7 +78,7 @@ def _tables(rows: Iterable[dict]) -> dict[tuple, list[dict]]:
 def _table(key: tuple, rows: list[dict], means: list[dict]) -> Table:
     common, duel = key
     title = " ".join([*(part for part in common if part and part != "none"), *(["GPU against CPU"] if duel else [])])
-    table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False, title=title, title_justify="left")
+    table = _empty_table(title)
     peers = list(dict.fromkeys(row["peer"] for row in rows))
     by_shape: dict[tuple, list[dict]] = {}
     for row in rows:
