@@ -2,10 +2,7 @@
 // swizzle that keeps them free of bank conflicts. Names follow the PTX ISA, sections "cp.async", "ldmatrix", "mma".
 #pragma once
 #include "numeric.cuh"
-
-__device__ __forceinline__ unsigned shared_address(const void* p) {
-    return static_cast<unsigned>(__cvta_generic_to_shared(p));
-}
+#include "shared.cuh"
 
 // Tiles lie in shared memory line after line, each BYTES long, in chunks of 16 bytes. Chunk c of a line is moved to
 // place c XOR (line's number), so that the same chunk of 8 neighbouring lines, which is what ldmatrix reads at once,

@@ -2,14 +2,11 @@
 // warpgroup matrix multiply (wgmma), clusters. Names follow the PTX ISA, sections "mbarrier", "cp.async.bulk.tensor",
 // "wgmma" and "barrier.cluster".
 #pragma once
+#include "shared.cuh"
 
 struct alignas(64) TensorMap {  // CUtensorMap, opaque: the host encodes it
     char bytes[128];
 };
-
-__device__ __forceinline__ unsigned shared_address(const void* p) {
-    return static_cast<unsigned>(__cvta_generic_to_shared(p));
-}
 
 // --- mbarriers: `full` barriers count bytes that arrive, `empty` ones count consumers that have left ------------------
 
