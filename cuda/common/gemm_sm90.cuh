@@ -381,6 +381,7 @@ struct Pipeline {
                     for (int q = 0; q < MI * BN / 8; ++q) {
                         const Sum* d = &acc[q / (BN / 8)][q % (BN / 8) * 4];
                         const int m = m0 + row + q / (BN / 8) * 64, column = col + q % (BN / 8) * 8;
+                        asm volatile("" ::: "memory");  // or the compiler fetches for all columns first, and spills
                         store(q / (BN / 8), 0, m, column, d[0], d[1]);
                         store(q / (BN / 8), 1, m + 8, column, d[2], d[3]);
                     }

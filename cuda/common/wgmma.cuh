@@ -48,9 +48,6 @@
         : QSPARSE_ACC32(R, d, 0), QSPARSE_ACC32(R, d, 32), QSPARSE_ACC32(R, d, 64), QSPARSE_ACC32(R, d, 96) \
         : "l"(a), "l"(b), "r"(accumulate) __VA_ARGS__)
 
-template <typename A, typename B> struct IsSame { static constexpr bool value = false; };
-template <typename A> struct IsSame<A, A> { static constexpr bool value = true; };
-
 struct E4m3 {  // an 8-bit float of 4 exponent and 3 mantissa bits: only the tensor cores look inside
     unsigned char bits;
 };
@@ -64,17 +61,17 @@ __device__ __forceinline__ void wgmma(Sum (&d)[N / 2], unsigned long long a, uns
 #define QSPARSE_SIGNS(a, b) ", 1, 1"
 #define QSPARSE_NONE(a, b) ""
 #define QSPARSE_WGMMA_CASE(n) \
-    if constexpr (N == n && IsSame<T, __half>::value) \
+    if constexpr (N == n && is_same<T, __half>) \
         QSPARSE_WGMMA_##n("k16.f32.f16.f16", "+f", QSPARSE_LAYOUTS, d, a, b, accumulate, , "n"(TA), "n"(TB)); \
-    if constexpr (N == n && IsSame<T, __nv_bfloat16>::value) \
+    if constexpr (N == n && is_same<T, __nv_bfloat16>) \
         QSPARSE_WGMMA_##n("k16.f32.bf16.bf16", "+f", QSPARSE_LAYOUTS, d, a, b, accumulate, , "n"(TA), "n"(TB)); \
-    if constexpr (N == n && IsSame<T, float>::value) \
+    if constexpr (N == n && is_same<T, float>) \
         QSPARSE_WGMMA_##n("k8.f32.tf32.tf32", "+f", QSPARSE_SIGNS, d, a, b, accumulate); \
-    if constexpr (N == n && IsSame<T, E4m3>::value) \
+    if constexpr (N == n && is_same<T, E4m3>) \
         QSPARSE_WGMMA_##n("k32.f32.e4m3.e4m3", "+f", QSPARSE_SIGNS, d, a, b, accumulate); \
-    if constexpr (N == n && IsSame<T, signed char>::value) \
+    if constexpr (N == n && is_same<T, signed char>) \
         QSPARSE_WGMMA_##n("k32.s32.s8.s8", "+r", QSPARSE_NONE, d, a, b, accumulate); \
-    if constexpr (N == n && IsSame<T, unsigned char>::value) \
+    if constexpr (N == n && is_same<T, unsigned char>) \
         QSPARSE_WGMMA_##n("k32.s32.u8.s8", "+r", QSPARSE_NONE, d, a, b, accumulate);
     QSPARSE_WGMMA_CASE(64)
     QSPARSE_WGMMA_CASE(128)

@@ -1,0 +1,150 @@
+"""The host side of ``gemm_int8_sm90.cu``: which operands it takes, and the launch.
+
+The face of the operation is :mod:`qsparse.kernels.gemm_int8`; it hands over what :func:`supports` accepts.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, replace
+
+import torch
+
+from qsparse.kernels import _gemm_sm90_configs as float_configs
+from qsparse.kernels._gemm_int8_epilogue import FORMAT, Epilogue
+from qsparse.kernels._gemm_sm90_configs import NO_MAP, Config, grid
+from qsparse.kernels._load import multiprocessors, prepare, tensor_map
+
+SOURCE = "gemm_int8_sm90.cu"
+INPUTS = {torch.int8: "signed char", torch.uint8: "unsigned char"}
+OUTPUTS = {
+    torch.float16: "__half",
+    torch.bfloat16: "__nv_bfloat16",
+    torch.float32: "float",
+    torch.int32: "int",
+    torch.int8: "signed char",
+    torch.uint8: "unsigned char",
+}
+_FORMATS = f"128s128s128sP{FORMAT}iiiii"
+_TMA_STORE, _PAIRS, _EIGHTS = 2, 8, 16  # enum Flag of the pipeline
+COLUMN_BYTES = 12  # scale, bias and sum of a column of weights, as in common/scale_epilogue.cuh
+_STEP = 128
+
+# The float product's, with room for the columns' scales; and more ways to divide K, which is half as many stages long.
+CONFIGS = (
+    Config(128, 256, 2, 4, cm=2, panels=1),
+    Config(128, 256, 2, 4, panels=1),
+    Config(256, 128, 2, 4, panels=1),
+    Config(128, 128, 2, 6, cm=2, panels=1, pingpong=True),
+    Config(128, 128, 2, 6, cn=2, panels=1, pingpong=True),
+    Config(128, 128, 2, 6, panels=1, pingpong=True),
+    Config(64, 128, 1, 7, panels=1),
+    Config(64, 64, 1, 8, panels=1),
+    Config(64, 64, 1, 8, split=2, panels=1),
+    Config(64, 64, 1, 4, split=4, panels=1),
+    Config(64, 128, 1, 4, split=4, panels=1),
+    Config(64, 64, 1, 4, split=8, panels=1),
+)
+# Other outputs, and unsigned activations, are compiled for fewer shapes; these serve all sizes well enough.
+FEW = (CONFIGS[1], CONFIGS[6], CONFIGS[7], CONFIGS[9])
+_HALVES = (torch.float16, torch.bfloat16)
+
+
+def instance(config: Config, x: torch.dtype, out: torch.dtype) -> str:
+    """The C++ name of the kernel."""
+    return f"gemm_int8_sm90<{INPUTS[x]}, {OUTPUTS[out]}, {config.tile_arguments}>"
+
+
+def configs(x: torch.dtype, out: torch.dtype) -> tuple[Config, ...]:
+    """The configurations compiled for these types."""
+    return CONFIGS if x == torch.int8 and out in _HALVES else FEW
+
+
+INSTANCES = tuple(instance(c, x, out) for x in INPUTS for out in OUTPUTS for c in configs(x, out))
+
+
+def supports(x: torch.Tensor, ldx: int, w: torch.Tensor, ldw: int, y: torch.Tensor) -> bool:
+    """Whether the tier takes these operands: rows and addresses on 16-byte boundaries (TMA), nothing empty."""
+    (m, k), n = x.shape, w.shape[0]
+    aligned = ldx % 16 == ldw % 16 == x.data_ptr() % 16 == w.data_ptr() % 16 == 0
+    return aligned and 0 not in (m, n, k) and max(m, n, k) < 2**30 and y.dtype in OUTPUTS
+
+
+def candidates(m: int, n: int, k: int, x: torch.dtype = torch.int8, out: torch.dtype = torch.float16) -> list[Config]:
+    """Every configuration worth timing at a shape."""
+    fitting = [c for c in configs(x, out) if c.split * _STEP <= max(k, _STEP)]
+    groups = (8, 16) if m > 8 * 128 else (8,)
+    return [Config(**{**asdict(c), "group": g}) for c in fitting for g in groups]
+
+
+def choose(m: int, n: int, k: int, x: torch.dtype, out: torch.dtype, gpu: str, sms: int) -> Config:
+    """The configuration of the nearest measured shape, if it is compiled for these types; else by counting tiles."""
+    built = configs(x, out)
+    near = float_configs.nearest(m, n, k, ((gpu, "int8", "nt"), ("NVIDIA H200", "int8", "nt")))
+    if near is not None and replace(near, group=8) in built:
+        return near
+    return _by_tiles(m, n, k, built, sms)
+
+
+def _by_tiles(m: int, n: int, k: int, built: tuple[Config, ...], sms: int) -> Config:
+    """The biggest tile that gives most multiprocessors one; where none does, a small one with K divided."""
+    whole = tuple(c for c in built if c.split == 1)
+    config = float_configs.biggest(whole, m, n, sms)
+    tiles = -(-m // config.bm) * -(-n // config.bn)
+    divided = [c for c in built if c.split > 1 and c.split * 2 * _STEP <= k and tiles * c.split <= 2 * sms]
+    return max(divided, key=lambda c: c.split) if config is whole[-1] and tiles < sms / 2 and divided else config
+
+
+@dataclass(frozen=True, eq=False)
+class _Plan:
+    """All of a launch that does not depend on where the arrays lie."""
+
+    launch: Callable[[tuple], None]
+    x_map: tuple
+    w_map: tuple
+    y_map: tuple | None
+    sizes: tuple[int, ...]
+
+
+def launch_gemm(
+    x: torch.Tensor,
+    ldx: int,
+    w: torch.Tensor,
+    ldw: int,
+    y: torch.Tensor,
+    epilogue: Epilogue,
+    config: Config | None = None,
+) -> None:
+    """Write the product of ``x`` (M, K) int8 or uint8 and ``w`` (N, K) int8 into ``y`` (M, N), row-major.
+
+    ``ldx`` and ``ldw`` are the strides of rows in bytes; ``config`` None takes the one that suits the shape.
+    """
+    (m, k), n = x.shape, w.shape[0]
+    found = _plan(x.device.index, m, n, k, ldx, ldw, x.dtype, y.dtype, y.data_ptr() % 16, config)
+    x_map, w_map = tensor_map(x.data_ptr(), *found.x_map), tensor_map(w.data_ptr(), *found.w_map)
+    y_map = tensor_map(y.data_ptr(), *found.y_map) if found.y_map else NO_MAP
+    found.launch((x_map, w_map, y_map, y.data_ptr(), epilogue.pack(y.dtype), *found.sizes))
+
+
+@functools.lru_cache(maxsize=4096)
+def _plan(device, m, n, k, ldx, ldw, x, out, y_offset, config) -> _Plan:
+    gpu, sms = multiprocessors(device)
+    config = config or choose(m, n, k, x, out, gpu, sms)
+    flags = 0
+    if n % 2 == 0 and y_offset % (2 * out.itemsize) == 0:
+        flags |= _PAIRS
+    if n % 8 == 0 and y_offset % 8 == 0:
+        flags |= _EIGHTS
+    y_map = None
+    if out in _HALVES and config.split == 1 and n % 8 == 0 and y_offset == 0:
+        y_map = (out, m, n, n, (64, 64))
+        flags |= _TMA_STORE
+    shared = config.shared(out.itemsize, COLUMN_BYTES)
+    return _Plan(
+        prepare(device, SOURCE, instance(config, x, out), _FORMATS, *grid(config, m, n, sms), shared),
+        (x, m, k, ldx, (config.bm // config.cn, _STEP)),
+        (torch.int8, n, k, ldw, (config.bn // config.cm, _STEP)),
+        y_map,
+        (m, n, k, flags, config.group),
+    )
