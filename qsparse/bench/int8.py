@@ -116,7 +116,8 @@ def layer(shape: Shape, device: torch.device) -> Layer:
 def quantized(x: Tensor) -> tuple[Tensor, Tensor]:
     """rint(x / scale) as int8 with scale = absmax / 127 a row, in float32: what `quantize_rows` has to give."""
     x = x.float()
-    scale = x.abs().amax(1) / 127
+    absmax = x.abs().amax(1)
+    scale = absmax / torch.full_like(absmax, 127)  # by a number, a GPU would multiply with its reciprocal
     scale = torch.where(scale < torch.finfo(torch.float32).tiny, 1.0, scale)
     return (x / scale[:, None]).round().to(torch.int8), scale
 

@@ -1,6 +1,6 @@
 import pytest
 
-from qsparse.bench.shapes import CPU_SHAPES, GPU_SHAPES, LARGEST, parse_shape
+from qsparse.bench.shapes import CPU_SHAPES, GPU_SHAPES, LARGEST, parse_shape, parse_sizes
 from qsparse.errors import UserError
 
 
@@ -15,6 +15,18 @@ def test_a_shape_is_three_integers(text, shape):
 def test_anything_else_is_refused_with_what_came(text):
     with pytest.raises(UserError, match="--shapes") as error:
         parse_shape(text)
+    assert repr(text) in str(error.value)
+
+
+@pytest.mark.parametrize(("text", "sizes"), [("784,10", (784, 10)), ("784, 256,10", (784, 256, 10))])
+def test_a_network_is_two_widths_or_more(text, sizes):
+    assert parse_sizes(text) == sizes
+
+
+@pytest.mark.parametrize("text", ["", "784", "784,0,10", "784,x", "784,1_0", "784;10"])
+def test_any_other_network_is_refused_with_what_came(text):
+    with pytest.raises(UserError, match="--network") as error:
+        parse_sizes(text)
     assert repr(text) in str(error.value)
 
 
