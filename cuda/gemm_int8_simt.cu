@@ -83,9 +83,9 @@ gemm_int8_simt(const unsigned char* __restrict__ x, long long ldx, const unsigne
         __syncthreads();
     }
 
-    const Divider by = int8_divider(epilogue);
     with_output(epilogue.out, [&](auto type) {
         using O = decltype(type);
+        const Divider by = int8_divider<O>(epilogue.scale_y ? *epilogue.scale_y : 1.0f);
 #pragma unroll
         for (int i = 0; i < TM; ++i) {
             const long long m = m0 + tm + i * (BM / TM);

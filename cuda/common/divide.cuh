@@ -9,17 +9,24 @@
 #pragma once
 
 struct Divider {
-    float s, r;
+    int low, high;
+    float s, r, least, most;
     bool quick;
 
-    __device__ __forceinline__ Divider(float by)
-        : s(by), r(__frcp_rn(by)), quick(by >= 7.888609e-31f && by <= 1.2676506e30f) {}  // 2^-100 to 2^100
+    // Quotients by `by` are clipped to [low, high], within -256..256.
+    __device__ __forceinline__ Divider(float by, int low, int high)
+        : low(low), high(high), s(by), r(__frcp_rn(by)), least(low * by), most(high * by),
+          quick(by >= 7.888609e-31f && by <= 1.2676506e30f) {}  // 2^-100 to 2^100
 
-    // rint(x / s), ties to even, clipped to [LOW, HIGH], of any x but NaN and any s (0 where the quotient is NaN).
-    template <int LOW, int HIGH> __device__ __forceinline__ int nearest(float x) const {
-        static_assert(LOW >= -256 && HIGH <= 256, "the quotient must stay small for the trick below");
-        if (!quick) return min(max(__float2int_rn(__fdiv_rn(x, s)), LOW), HIGH);
-        x = fminf(fmaxf(x, LOW * s), HIGH * s);  // LOW * s / s still rounds to LOW
+    // clip(rint(x / s)), ties to even, of any x and s; 0 where the quotient is NaN.
+    __device__ __forceinline__ int nearest(float x) const {
+        if (quick && x == x) return nearest_quickly(x);
+        return min(max(__float2int_rn(__fdiv_rn(x, s)), low), high);
+    }
+
+    // The same where `quick` holds, for any x but NaN.
+    __device__ __forceinline__ int nearest_quickly(float x) const {
+        x = fminf(fmaxf(x, least), most);  // low * s / s still rounds to low
         float q = __fmul_rn(x, r);
         q = fmaf(fmaf(-q, s, x), r, q);
         q = fmaf(fmaf(-q, s, x), r, q);

@@ -54,12 +54,15 @@ template <typename O, typename ACC = int> struct Int8Value { using type = float;
 template <typename ACC> struct Int8Value<int, ACC> { using type = ACC; };
 template <typename ACC> struct Int8Value<long long, ACC> { using type = ACC; };
 
-// The value as an output of type O; for 8 bits divided by scale_y (`by`), where NaN becomes 0.
+// Division by scale_y, for 8-bit outputs; any divider, for others.
+template <typename O> __device__ __forceinline__ Divider int8_divider(float scale_y) {
+    return Divider(scale_y, is_same<O, signed char> ? -127 : 0, is_same<O, signed char> ? 127 : 255);
+}
+
+// The value as an output of type O; 8 bits hold no NaN, which becomes 0.
 template <typename O, typename V> __device__ __forceinline__ O int8_output(V value, const Divider& by) {
-    if constexpr (is_same<O, signed char>)
-        return static_cast<O>(value == value ? by.nearest<-127, 127>(value) : 0);
-    else if constexpr (is_same<O, unsigned char>)
-        return static_cast<O>(value == value ? by.nearest<0, 255>(value) : 0);
+    if constexpr (is_same<O, signed char> || is_same<O, unsigned char>)
+        return static_cast<O>(by.nearest(value));
     else if constexpr (is_same<O, int> || is_same<O, long long>)
         return static_cast<O>(value);
     else
@@ -75,9 +78,6 @@ __device__ __forceinline__ O int8_finish(ACC acc, Int8Row row, Int8Column column
     else
         return int8_output<O>(int8_value(acc, row.scale, column.scale, column.bias, relu), by);
 }
-
-// The divider of an epilogue; any, where nothing is divided.
-__device__ __forceinline__ Divider int8_divider(const Int8Epilogue& e) { return Divider(e.scale_y ? *e.scale_y : 1.0f); }
 
 // f(O()) for the output type O that `out` names, so that one kernel serves them all.
 template <typename F> __device__ __forceinline__ void with_output(int out, F f) {

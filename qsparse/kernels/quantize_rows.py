@@ -1,92 +1,190 @@
-"""Symmetric int8 quantization of each row of a matrix."""
+"""8-bit quantization of each row of a matrix."""
 
 from __future__ import annotations
 
+import functools
+from dataclasses import dataclass
+
 import torch
 
-from qsparse.kernels._face import C_FLOATS, check_tensor, cpu_slices, face, rows
-from qsparse.kernels._load import launch
+from qsparse.kernels._face import C_FLOATS, check_same_device, check_tensor, cpu_slices, face, matrix, rows
+from qsparse.kernels._load import launch, multiprocessors
 
+SOURCE = "quantize_rows.cu"
 _SMALLEST_NORMAL = torch.finfo(torch.float32).tiny
-BLOCK = 256
+_LEAST_BLOCK = 128
+_ASYMMETRIC, _RELU = 1, 2  # enum Mode of the kernel
+_SUMS_K = (2**31 - 1) // 255  # the longest row of q whose sum cannot leave int32
 
 
-def _instance(dtype: torch.dtype) -> str:
-    return f"quantize_rows<{C_FLOATS[dtype]}>"
+@dataclass(frozen=True)
+class Config:
+    """How ``quantize_rows.cu`` holds a row: ``items`` in each of ``threads`` threads, of 16 bytes or of one element."""
+
+    threads: int
+    items: int
+    vector: bool = True
+
+    def __post_init__(self):
+        if self.threads % 32 or not 32 <= self.threads <= 1024 or _LEAST_BLOCK % min(self.threads, _LEAST_BLOCK):
+            raise ValueError(f"a row is a warp's, or a block's of up to 1,024 threads: {self}")
+
+    def instance(self, dtype: torch.dtype) -> str:
+        """The C++ name of the kernel."""
+        elements = 16 // dtype.itemsize if self.vector else 1
+        return f"quantize_rows<{C_FLOATS[dtype]}, {elements}, {self.threads}, {self.items}>"
+
+    @property
+    def rows(self) -> int:
+        """Rows a block."""
+        return max(1, _LEAST_BLOCK // self.threads)
 
 
-SOURCES = {"quantize_rows.cu": tuple(map(_instance, C_FLOATS))}
+CONFIGS = tuple(
+    Config(threads, items)
+    for threads, items in ((32, 2), (32, 4), (32, 8), (128, 4), (256, 4), (512, 4), (512, 8))
+)  # fmt: skip
+UNALIGNED = Config(128, 8, vector=False)
+SOURCES = {SOURCE: tuple(config.instance(dtype) for config in (*CONFIGS, UNALIGNED) for dtype in C_FLOATS)}
+
+
+@functools.lru_cache(maxsize=4096)
+def choose(m: int, row_bytes: int, sms: int) -> Config:
+    """The smallest configuration that holds a row; of few rows, one that leaves each thread 32 bytes of it."""
+    vectors = -(-row_bytes // 16)
+    most = 2 if m <= 2 * sms else 8
+    fitting = (c for c in CONFIGS if c.threads * min(c.items, most) >= vectors)
+    return next(fitting, CONFIGS[-1])
 
 
 @face(SOURCES)
-def quantize_rows(x):
-    """``q = rint(x / scale)`` with one ``scale = absmax / 127`` a row, so that ``x ~ scale[:, None] * q``.
+def quantize_rows(x, scale=None, *, symmetric: bool = True, relu: bool = False, return_sums: bool = False):
+    """``q = rint(x / scale) + zero_point`` of each row, so that ``x ~ scale[:, None] * (q - zero_point[:, None])``.
 
     Parameters
     ----------
     x : (M, K) float32, float16 or bfloat16, any strides
+    scale : (1,) float32, optional
+        One scale for all, found before (static activations): what lies beyond its range is clipped, and the zero
+        point is 0. Left out, each row has its own (dynamic).
+    symmetric : bool
+        True: int8 in [-127, 127], ``scale = absmax / 127``, no zero point. False: uint8 in [0, 255], with a range from
+        the row's minimum to its maximum that always includes 0: ``scale = max / 255 - min / 255``, ``zero_point =
+        rint(-min / scale)``. With a given ``scale`` that is a range from 0 up, for what comes from a ReLU.
+    relu : bool
+        Quantize ``max(x, 0)`` (NaN stays NaN).
+    return_sums : bool
+        Add the sums of each row of ``q``.
 
     Returns
     -------
-    q : (M, K) int8 in [-127, 127], row-major; ties round to even
-    scale : (M,) float32
+    q : (M, K) int8, or uint8 where not symmetric; row-major; ties round to even
+    scale : (M,) float32; a given one again and again
+    zero_point : (M,) int32, where not symmetric
+    sums : (M,) int32, with ``return_sums``
 
-    The division is a true one in float32, and CPU and GPU give the same bits. Where the scale would be below the
-    smallest normal float32 it is 1 (a row of zeros). A row that holds NaN or Inf gets a NaN scale and zeros, so that
-    its outputs are NaN and no other row's. Raises TypeError for another dtype, ValueError unless ``x`` is 2-D.
+    The division is a true one in float32, and CPU and GPU give the same bits. Where a row's scale would be below the
+    smallest normal float32 it is 1, and the zero point 0 (a row of zeros). A row that holds NaN or Inf gets a NaN
+    scale and zeros, with a given ``scale`` too, so that its outputs are NaN and no other row's.
+
+    Raises TypeError for another dtype; ValueError unless ``x`` is 2-D, or for sums that int32 might not hold.
 
     Applied to weights ``(N, K)`` this is per-output-channel quantization.
 
     Source: B. Jacob et al., "Quantization and Training of Neural Networks for Efficient Integer-Arithmetic-Only
-    Inference" (CVPR 2018), with a zero point of 0.
+    Inference" (CVPR 2018).
     """
     if torch.compiler.is_compiling():
-        return _operator(x)
+        return tuple(_operator(x, scale, symmetric, relu, return_sums))
     check_tensor("x", x, tuple(C_FLOATS), (None, None))
     m, k = x.shape
-    x = rows(x)
+    if scale is not None:
+        check_tensor("scale", scale, (torch.float32,), (1,))
+        check_same_device(x, scale=scale)
+    if return_sums and k > _SUMS_K:
+        raise ValueError(f"return_sums is possible up to K = {_SUMS_K} (K is {k}): sums must fit int32")
+    q = torch.empty((m, k), dtype=torch.int8 if symmetric else torch.uint8, device=x.device)
+    scales = torch.empty(m, dtype=torch.float32, device=x.device)
+    zeros = None if symmetric else torch.empty(m, dtype=torch.int32, device=x.device)
+    sums = torch.empty(m, dtype=torch.int32, device=x.device) if return_sums else None
+    outputs = q, scales, zeros, sums
     if x.device.type == "cpu":
-        return _cpu(x)
-    q = torch.empty((m, k), dtype=torch.int8, device=x.device)
-    scale = torch.empty(m, dtype=torch.float32, device=x.device)
-    launch(
-        x.device,
-        "quantize_rows.cu",
-        _instance(x.dtype),
-        "PPPq",
-        (x.data_ptr(), q.data_ptr(), scale.data_ptr(), k),
-        grid=m,
-        block=BLOCK,
-    )
-    return q, scale
+        _cpu(rows(x), scale, relu, *outputs)
+    else:
+        _launch(x, scale, relu, *outputs)
+    return tuple(output for output in outputs if output is not None)
 
 
 @torch.library.custom_op("qsparse::quantize_rows", mutates_args=())
-def _operator(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def _operator(
+    x: torch.Tensor, scale: torch.Tensor | None, symmetric: bool, relu: bool, return_sums: bool
+) -> list[torch.Tensor]:
     """What ``torch.compile`` sees in place of the face, which it could not trace into."""
-    return quantize_rows(x)
+    return list(quantize_rows(x, scale, symmetric=symmetric, relu=relu, return_sums=return_sums))
 
 
 @_operator.register_fake
-def _(x):
-    return x.new_empty(x.shape, dtype=torch.int8), x.new_empty(x.shape[0], dtype=torch.float32)
+def _(x, scale, symmetric, relu, return_sums):
+    per_row = (torch.float32, *(() if symmetric else (torch.int32,)), *((torch.int32,) if return_sums else ()))
+    q = x.new_empty(x.shape, dtype=torch.int8 if symmetric else torch.uint8)
+    return [q, *(x.new_empty(x.shape[0], dtype=dtype) for dtype in per_row)]
+
+
+def _launch(x, scale, relu: bool, q, scales, zeros, sums) -> None:
+    x, _, ld = matrix(x, k_major=True)
+    m, k = x.shape
+    row_bytes = k * x.element_size()
+    aligned = (row_bytes | ld * x.element_size() | x.data_ptr()) % 16 == 0
+    config = choose(m, row_bytes, multiprocessors(x.device.index)[1]) if aligned else UNALIGNED
+    launch(
+        x.device,
+        SOURCE,
+        config.instance(x.dtype),
+        "PqPPPPPqqi",
+        (
+            x.data_ptr(),
+            ld,
+            *(0 if a is None else a.data_ptr() for a in (scale, q, scales, zeros, sums)),
+            m,
+            k,
+            (0 if zeros is None else _ASYMMETRIC) | (_RELU if relu else 0),
+        ),
+        grid=-(-m // config.rows),
+        block=max(config.threads, _LEAST_BLOCK),
+    )
 
 
 @torch.no_grad()
-def _cpu(x):
-    q = torch.empty(x.shape, dtype=torch.int8)
-    scale = torch.empty(x.shape[0], dtype=torch.float32)
+def _cpu(x, scale, relu: bool, q, scales, zeros, sums) -> None:
     for part in cpu_slices(x.shape[0]):
-        _cpu_slice(x[part].float(), q[part], scale[part])
-    return q, scale
+        zero = None if zeros is None else zeros[part]
+        _cpu_slice(x[part].float(), scale, relu, q[part], scales[part], zero)
+    if sums is not None:
+        torch.sum(q, dim=1, dtype=torch.int32, out=sums)
 
 
-def _cpu_slice(x, q, scale):
-    absmax = x.abs().amax(1) if x.shape[1] else x.new_zeros(x.shape[0])
-    torch.div(absmax, 127, out=scale)
-    scale[scale < _SMALLEST_NORMAL] = 1
-    finite = absmax.isfinite()
-    scale[~finite] = torch.nan
-    q.copy_((x / scale[:, None]).round_().clamp_(-127, 127))  # torch.round breaks ties to even
+def _cpu_slice(x, scale, relu: bool, q, scales, zero) -> None:
+    if relu:
+        x = x.relu()
+    low, high = (-x.amin(1), x.amax(1)) if x.shape[1] else (x.new_zeros(x.shape[0]),) * 2
+    finite = low.isfinite() & high.isfinite()
+    low, high = low.clamp_(min=0), high.clamp_(min=0)
+    if scale is None:
+        range_scale = torch.maximum(low, high) / 127 if zero is None else high / 255 + low / 255
+        usable = range_scale >= _SMALLEST_NORMAL
+        scale = torch.where(usable, range_scale, 1)
+        shift = torch.where(usable, low / scale, 0)
+    else:
+        shift = torch.zeros_like(scales)
+    scales.copy_(scale)
+    values = (x / scales[:, None]).round_()  # ties to even
+    least, most = (-127, 127) if zero is None else (0, 255)
+    if zero is not None:
+        zero.copy_(shift.round_().nan_to_num_(0).clamp_(max=255))
+        values += zero[:, None]
+    q.copy_(values.nan_to_num_(0, most, least).clamp_(least, most))
     if not finite.all():
+        scales[~finite] = torch.nan
         q[~finite] = 0
+        if zero is not None:
+            zero[~finite] = 0

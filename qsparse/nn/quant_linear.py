@@ -5,7 +5,6 @@ from __future__ import annotations
 import torch
 
 from qsparse import kernels
-from qsparse.kernels._face import cpu_slices
 from qsparse.kernels.gemm_int8 import cpu_method
 from qsparse.nn._common import by_rows, check_activation
 
@@ -60,7 +59,7 @@ class QuantLinear(torch.nn.Module):
         return by_rows(x, self._rows)
 
     def _rows(self, x: torch.Tensor) -> torch.Tensor:
-        q, scale = kernels.quantize_rows(x) if self.input_scale is None else _quantize(x, self.input_scale)
+        q, scale = kernels.quantize_rows(x, self.input_scale)
         relu = self.activation == "relu"
         return kernels.gemm_int8(q, self.weight, scale, self.weight_scale, self.bias, relu=relu)
 
@@ -80,19 +79,3 @@ class QuantLinear(torch.nn.Module):
     @classmethod
     def from_description(cls, options: dict) -> QuantLinear:
         return cls(**options)
-
-
-def _quantize(x: torch.Tensor, scale: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """``clamp(rint(x / scale), -127, 127)`` of x (M, K), and the scale of each row: NaN where it holds NaN or Inf."""
-    if x.device.type != "cpu" or torch.compiler.is_compiling():
-        return _quantize_slice(x, scale)
-    q, scales = torch.empty(x.shape, dtype=torch.int8), torch.empty(x.shape[0])
-    for part in cpu_slices(x.shape[0]):
-        q[part], scales[part] = _quantize_slice(x[part], scale)
-    return q, scales
-
-
-def _quantize_slice(x: torch.Tensor, scale: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    x = x.float()
-    q = (x / scale).round_().clamp_(-127, 127)  # a true division; torch.round breaks ties to even
-    return q.nan_to_num_(0).to(torch.int8), scale + 0 * x.sum(dim=1)

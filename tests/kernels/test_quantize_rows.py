@@ -1,5 +1,7 @@
 """Row-wise quantization: the oracle's bits, always."""
 
+import importlib
+
 import numpy as np
 import pytest
 import torch
@@ -10,29 +12,42 @@ from hypothesis.extra import numpy as hnp
 from qsparse import kernels
 from qsparse.oracles.quantize_rows import quantize_rows as oracle
 
+MODULE = importlib.import_module("qsparse.kernels.quantize_rows")  # the package's attribute is the function
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
 NAN, INF = float("nan"), float("inf")
+OPTIONS = [
+    {"symmetric": symmetric, "relu": relu, "return_sums": relu == symmetric}
+    for symmetric in (True, False)
+    for relu in (False, True)
+] + [{"return_sums": True}]  # fmt: skip
 
 
 @pytest.fixture
 def check(assert_same_bits):
-    """Quantize, compare both outputs with the oracle's bits, and return them on the CPU."""
+    """Quantize in every way, compare all with the oracle's bits; returns the symmetric q and scale, on the CPU."""
 
-    def run(x: torch.Tensor):
-        q, scale = kernels.quantize_rows(x)
-        assert q.device == scale.device == x.device
-        assert q.is_contiguous()
-        expected_q, expected_scale = oracle(x.float().cpu().numpy())
-        assert_same_bits(q, expected_q)
-        assert_same_bits(scale, expected_scale)
-        return q.cpu(), scale.cpu()
+    def run(x: torch.Tensor, scale: float | None = None):
+        given = None if scale is None else torch.tensor([scale], device=x.device)
+        reference = x.float().cpu().numpy()
+        for options in OPTIONS:
+            outputs = kernels.quantize_rows(x, given, **options)
+            expected = oracle(reference, scale, **options)
+            assert len(outputs) == len(expected)
+            assert outputs[0].is_contiguous()
+            for ours, theirs in zip(outputs, expected, strict=True):
+                assert ours.device == x.device
+                assert_same_bits(ours, theirs)
+        q, scales = kernels.quantize_rows(x, given)
+        return q.cpu(), scales.cpu()
 
     return run
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(
-    "shape", [(0, 5), (5, 0), (0, 0), (1, 1), (3, 7), (5, 255), (4, 256), (9, 257), (300, 784), (2, 5000)], ids=str
+    "shape",
+    [(0, 5), (5, 0), (0, 0), (1, 1), (3, 7), (5, 255), (4, 256), (9, 257), (300, 784), (2, 5000), (1, 70_000)],
+    ids=str,
 )
 def test_matches_the_oracle_to_the_bit(device, dtype, shape, normal, check):
     q, scale = check(normal(*shape, dtype=dtype, device=device))
@@ -40,6 +55,72 @@ def test_matches_the_oracle_to_the_bit(device, dtype, shape, normal, check):
         assert (q.abs().amax(1) == 127).all()
     else:
         assert (scale == 1).all()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("config", [*MODULE.CONFIGS, MODULE.UNALIGNED], ids=str)
+def test_every_way_to_hold_a_row(dtype, config, normal, check, monkeypatch):
+    """Rows below, at and beyond what a configuration holds in registers."""
+    monkeypatch.setattr(MODULE, "choose", lambda *_: config)
+    span = config.threads * config.items * (16 // dtype.itemsize if config.vector else 1)
+    step = 16 // dtype.itemsize if config.vector else 1
+    for k in (step, span // 2 + step, span - step, span, span + step, 2 * span + 3 * step):
+        check(normal(5, k, dtype=dtype, device="cuda"))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("scale", [0.01, 1.0, 1e-3, 3e-38, 1e-40, 1e31, 0.0, -0.5, NAN, INF])
+def test_a_given_scale(device, dtype, scale, normal, check):
+    x = normal(40, 96, dtype=dtype, device=device)
+    x[3, 5], x[4, 6], x[5, 95] = NAN, INF, -INF
+    q, scales = check(x, scale)
+    assert scales[[3, 4, 5]].isnan().all()
+    assert (q[[3, 4, 5]] == 0).all()
+    if scale == 0.01:
+        assert set(q[:3].abs().amax(1).tolist()) == {127}  # clipped, not wrapped
+
+
+def test_a_given_scale_divides_exactly(device, check):
+    """Quotients one unit in the last place beside every half-integer, of scales with all kinds of mantissas."""
+    generator = torch.Generator().manual_seed(3)
+    for scale in (*(torch.rand(20, generator=generator) + 0.5).tolist(), 1.0, 0.75, 0.99999994, 1.1754944e-30):
+        scale = float(torch.tensor(scale, dtype=torch.float32))
+        halves = (torch.arange(-260, 261).double() / 2 * scale).float()
+        around = [halves]
+        for direction in (-INF, INF):
+            near = halves
+            for _ in range(2):
+                near = torch.nextafter(near, torch.tensor(direction))
+                around.append(near)
+        check(torch.stack(around).to(device), scale)
+
+
+def test_what_the_range_of_an_asymmetric_row_is(device):
+    x = torch.tensor([[-1.0, 3.0], [2.0, 3.0], [-3.0, -2.0], [0.0, 0.0], [-127.5, 127.5]], device=device)
+    q, scale, zero = kernels.quantize_rows(x, symmetric=False)
+    assert q.tolist() == [[0, 255], [170, 255], [0, 85], [0, 0], [0, 255]]
+    assert zero.tolist() == [64, 0, 255, 0, 128]
+    assert scale[3] == 1
+    assert kernels.quantize_rows(x, symmetric=False, relu=True)[2].tolist() == [0] * 5
+
+
+@pytest.mark.parametrize("nan", [NAN, -NAN], ids=["nan", "negative nan"])
+def test_relu_on_the_way_in(device, nan, normal, check):
+    x = normal(4, 65, device=device)
+    x[1, 3] = -INF  # gone
+    x[2, 3] = torch.tensor(nan).copysign(torch.tensor(nan))
+    q, scale = kernels.quantize_rows(x, relu=True)
+    assert scale.isnan().tolist() == [False, False, True, False]
+    assert (q >= 0).all()
+    assert torch.equal(q[0], kernels.quantize_rows(x[:1].relu())[0][0])
+    check(x)
+
+
+def test_every_power_of_two(device, normal, check):
+    """Scales from the smallest normal float to the largest, beyond where the division can be had by a reciprocal."""
+    exponents = torch.arange(-145, 127, device=device)[:, None]
+    check(torch.ldexp(normal(len(exponents), 36, device=device).clamp_(-1.9, 1.9), exponents))
 
 
 @pytest.mark.parametrize("exponent", [-20, -3, 0, 5, 30])
@@ -110,10 +191,9 @@ def test_case_12_views(device, dtype, normal, check):
 @settings(max_examples=60, deadline=None, derandomize=True, database=None)
 @given(hnp.arrays(np.float32, hnp.array_shapes(min_dims=2, max_dims=2, max_side=12), elements=st.floats(width=32)))
 def test_any_floats_on_the_cpu(x):
-    q, scale = kernels.quantize_rows(x)
-    expected_q, expected_scale = oracle(x)
-    assert np.array_equal(q, expected_q)
-    assert np.array_equal(scale, expected_scale, equal_nan=True)
+    for options in OPTIONS:
+        for ours, theirs in zip(kernels.quantize_rows(x, **options), oracle(x, **options), strict=True):
+            assert np.array_equal(ours, theirs, equal_nan=True)
 
 
 def test_error_is_at_most_half_a_step(device, normal):
@@ -132,3 +212,19 @@ def test_refuses_what_does_not_fit(device):
         kernels.quantize_rows(torch.zeros(2, device=device))
     with pytest.raises(TypeError, match=r"^x must be an? .*array.* got NoneType"):
         kernels.quantize_rows(None)
+    x = torch.zeros((2, 2), device=device)
+    with pytest.raises(ValueError, match=r"^scale must have shape \(1,\), got \(2,\)"):
+        kernels.quantize_rows(x, torch.ones(2, device=device))
+    with pytest.raises(TypeError, match=r"^scale must be float32, got float64"):
+        kernels.quantize_rows(x, torch.ones(1, dtype=torch.float64, device=device))
+    with pytest.raises(ValueError, match=r"^return_sums is possible up to K = 8421504 \(K is 8421505\)"):
+        kernels.quantize_rows(torch.zeros((1, 1), device=device).expand(1, 8_421_505), return_sums=True)
+
+
+def test_configurations_are_checked():
+    with pytest.raises(ValueError, match="a row is a warp's, or a block's"):
+        MODULE.Config(48, 4)
+    assert MODULE.choose(60_000, 784 * 4, 132) == MODULE.Config(32, 8)
+    assert MODULE.choose(1, 784 * 4, 132) == MODULE.Config(128, 4)
+    assert MODULE.choose(8192, 8192 * 4, 132) == MODULE.Config(512, 4)
+    assert MODULE.choose(1, 10**6, 132) == MODULE.CONFIGS[-1]
