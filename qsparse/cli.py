@@ -34,6 +34,7 @@ from qsparse.commandline import (
 )
 from qsparse.errors import UserError
 from qsparse.quant.command import quantize, sensitivity
+from qsparse.search.command import search
 from qsparse.sweep.command import sweep
 from qsparse.train.config import BACKENDS, TrainConfig
 
@@ -228,6 +229,7 @@ def train(
 
 app.command()(quantize)
 app.command()(sensitivity)
+app.command()(search)
 app.command()(sweep)
 
 

@@ -1,0 +1,76 @@
+"""`qsparse search`: parses, calls one function, and prints. Imports no torch."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from qsparse.commandline import (
+    Device,
+    DeviceOption,
+    JsonOption,
+    RunArgument,
+    print_json,
+    progress_console,
+    text_stream,
+)
+
+
+def search(
+    run: RunArgument = None,
+    trials: Annotated[int, typer.Option(min=1, help="Trials of the study, over all processes that work on it.")] = 50,
+    dtype: Annotated[
+        str, typer.Option(metavar="A,B,...", help="What a layer may be; int8 in dense layers only.")
+    ] = "fp32,fp16,bf16,int8",
+    density: Annotated[
+        tuple[float, float], typer.Option(metavar="LEAST MOST", help="Of a layer that is stored as CSR.")
+    ] = (0.02, 0.5),
+    batch: Annotated[int, typer.Option(min=1, help="The batch size whose latency counts.")] = 1024,
+    finetune_epochs: Annotated[int, typer.Option(min=0, help="Epochs of training after a plan's pruning.")] = 0,
+    budget: Annotated[float, typer.Option(metavar="SECONDS", help="Of timing for each plan, on a CPU.")] = 0.3,
+    storage: Annotated[
+        str | None,
+        typer.Option(
+            metavar="URL",
+            show_default="search.db in the run",
+            help="A database, as sqlite:///FILE, postgresql://... or mysql://...; all processes give the same.",
+        ),
+    ] = None,
+    study: Annotated[
+        str | None, typer.Option(metavar="NAME", show_default="named after the run's weights", help="Of the study.")
+    ] = None,
+    seed: Annotated[int, typer.Option(min=0, help="Of the proposals.")] = 0,
+    device: DeviceOption = Device.auto,
+    as_json: JsonOption = False,
+) -> None:
+    """Search each layer's dtype and density. The best are then measured on the test split, and saved."""
+    from qsparse.report import show
+    from qsparse.search import study as studies
+
+    config = studies.SearchConfig(
+        dtypes=tuple(dtype.split(",")),
+        least_density=density[0],
+        most_density=density[1],
+        batch=batch,
+        budget_s=budget,
+        finetune_epochs=finetune_epochs,
+    )
+    found = studies.search(
+        run,
+        config,
+        trials=trials,
+        storage=storage,
+        name=study,
+        seed=seed,
+        device=device.value,
+        console=progress_console(),
+    )
+    text = text_stream(as_json)
+    if found.rows:
+        show(found.rows, text)
+        for name, plan in found.plans.items():
+            print(f"{name}: {', '.join(f'{layer} {choice}' for layer, choice in plan.items())}", file=text)
+    print(f"{found.trials} trials in {found.storage}, study {found.study}", file=text)
+    if as_json:
+        print_json(found.to_json())
