@@ -9,25 +9,46 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from qsparse import kernels
+from qsparse.kernels import _gemm_int8_cpu
 from qsparse.oracles.gemm_int8 import accumulator
 from qsparse.oracles.gemm_int8 import gemm_int8 as oracle
 
 MODULE = importlib.import_module("qsparse.kernels.gemm_int8")  # the package's attribute of that name is the function
 METHODS = ("torch._int_mm", "float32 slices")
+TIERS = tuple(MODULE._TIERS)
 INT32_LAST = 131_071  # the longest K whose sums of -128 * -128 stay below 2^31
+UINT8_LAST = 65_793  # the same of 255 * -128
 
 
-@pytest.fixture(params=[*METHODS, pytest.param("cuda", marks=pytest.mark.gpu)])
+@pytest.fixture(params=[*METHODS, *(pytest.param(tier, marks=pytest.mark.gpu) for tier in TIERS)])
 def device(request, monkeypatch) -> torch.device:
-    """The CPU counts twice: whatever this machine would choose, both of its methods are tested."""
-    if request.param == "cuda":
-        return torch.device("cuda", 0)
-    monkeypatch.setattr(MODULE, "cpu_method", lambda: request.param)
-    return torch.device("cpu")
+    """The CPU counts twice, whatever this machine would choose, and the GPU once a tier.
+
+    A tier is the best that may be taken; what it cannot read goes to a lower one.
+    """
+    if request.param in METHODS:
+        monkeypatch.setattr(_gemm_int8_cpu, "cpu_method", lambda: request.param)
+        return torch.device("cpu")
+    device = torch.device("cuda", 0)
+    best = kernels.gemm_int8.tier(device)
+    if TIERS.index(request.param) > TIERS.index(best):
+        pytest.skip(f"this GPU's best tier is {best}")
+    monkeypatch.setattr(kernels.gemm_int8, "tier", lambda device: request.param)
+    return device
 
 
-def exact(x, w, out_dtype):
-    return torch.from_numpy(accumulator(x.cpu().numpy(), w.cpu().numpy())).to(out_dtype)
+def exact(x, w, out_dtype, zero=None):
+    zero = None if zero is None else zero.cpu().numpy()
+    return torch.from_numpy(accumulator(x.cpu().numpy(), w.cpu().numpy(), zero)).to(out_dtype)
+
+
+def by_oracle(x, w, scale_x=None, scale_w=None, bias=None, **options):
+    """The oracle on tensors."""
+    arrays = (x, w, scale_x, scale_w, bias)
+    options = {
+        name: value.cpu().numpy() if isinstance(value, torch.Tensor) else value for name, value in options.items()
+    }
+    return oracle(*(None if a is None else a.cpu().numpy() for a in arrays), **options)
 
 
 def test_cpu_method_is_one_of_two():
@@ -52,6 +73,41 @@ def test_exact_beyond_int32(device, k, integers, assert_same_bits):
     assert_same_bits(kernels.gemm_int8(x, w), torch.from_numpy(oracle(x.cpu().numpy(), w.cpu().numpy())))
 
 
+@pytest.mark.parametrize("k", [1, 16, 17, 2048, UINT8_LAST, UINT8_LAST + 1, 66_311, 66_312, 70_000])
+def test_unsigned_activations_never_wrap(device, k, integers, assert_same_bits):
+    x = integers(0, 256, 5, k, dtype=torch.uint8, device=device)
+    w = integers(-128, 128, 10, k, device=device)
+    x[0], w[0], w[1] = 255, -128, 127
+    y = kernels.gemm_int8(x, w, out_dtype=torch.int64)
+    assert y[0, :2].tolist() == [-255 * 128 * k, 255 * 127 * k]
+    assert_same_bits(y, exact(x, w, torch.int64))
+    assert_same_bits(kernels.gemm_int8(x, w), torch.from_numpy(by_oracle(x, w)))
+    if k <= UINT8_LAST:
+        assert_same_bits(kernels.gemm_int8(x, w, out_dtype=torch.int32), exact(x, w, torch.int32))
+
+
+@pytest.mark.parametrize("k", [1, 15, 48, 784, UINT8_LAST, UINT8_LAST + 1])
+@pytest.mark.parametrize("dtype", [torch.int8, torch.uint8])
+@pytest.mark.parametrize("one", [True, False])
+def test_zero_points(device, k, dtype, one, normal, integers, assert_same_bits):
+    low, high = (0, 256) if dtype == torch.uint8 else (-128, 128)
+    m, n = 17, 10
+    x, w = integers(low, high, m, k, dtype=dtype, device=device), integers(-128, 128, n, k, device=device)
+    zero = integers(low, high, 1 if one else m, dtype=torch.int32, device=device)
+    x[0], w[0], zero[0] = low, -128, high - 1  # the largest sum there is
+    sums = w.sum(1, dtype=torch.int32)
+    for kept in (None, sums):
+        y = kernels.gemm_int8(x, w, out_dtype=torch.int64, zero_x=zero, sums_w=kept)
+        assert y[0, 0] == 255 * 128 * k
+        assert_same_bits(y, exact(x, w, torch.int64, zero))
+    if k <= UINT8_LAST:
+        y = kernels.gemm_int8(x, w, out_dtype=torch.int32, zero_x=zero, relu=True)
+        assert_same_bits(y, exact(x, w, torch.int32, zero).clamp(min=0))
+    scaling = normal(m, device=device) / 7, normal(n, device=device) / 9, normal(n, device=device) * 100
+    y = kernels.gemm_int8(x, w, *scaling, zero_x=zero, sums_w=sums)
+    assert_same_bits(y, by_oracle(x, w, *scaling, zero_x=zero))
+
+
 @pytest.mark.parametrize("k", [1, 15, 16, 17, 783, 2048, INT32_LAST, INT32_LAST + 1, 133_144, 133_145, 140_000])
 @pytest.mark.parametrize("sign", [1, -1])
 def test_case_4_all_entries_127(device, k, sign):
@@ -65,6 +121,15 @@ def test_int32_is_refused_where_it_can_overflow(device):
     x = torch.zeros((1, INT32_LAST + 1), dtype=torch.int8, device=device)
     with pytest.raises(ValueError, match=r"^out_dtype int32 can overflow beyond K = 131071 \(K is 131072\)"):
         kernels.gemm_int8(x, x, out_dtype=torch.int32)
+    x, zero = x[:, : UINT8_LAST + 1], torch.zeros(1, dtype=torch.int32, device=device)
+    kernels.gemm_int8(x, x, out_dtype=torch.int32)
+    with pytest.raises(ValueError, match=r"^out_dtype int32 can overflow beyond K = 65793 \(K is 65794\)"):
+        kernels.gemm_int8(x, x, out_dtype=torch.int32, zero_x=zero)
+    with pytest.raises(ValueError, match=r"^out_dtype int32 can overflow beyond K = 65793 \(K is 65794\)"):
+        kernels.gemm_int8(x.view(torch.uint8), x, out_dtype=torch.int32)
+    long = torch.zeros((1, 1), dtype=torch.int8, device=device).expand(1, 2**24 + 1)
+    with pytest.raises(ValueError, match=r"^zero_x is possible up to K = 16777216 "):
+        kernels.gemm_int8(long, long, zero_x=zero)
 
 
 @pytest.mark.parametrize("m", [1, 8, 16, 17, 63, 65])
@@ -121,6 +186,70 @@ def test_half_outputs_are_the_float32_ones_rounded(device, out_dtype, relu, norm
     assert_same_bits(y, kernels.gemm_int8(x, w, *scaling, relu=relu).to(out_dtype))
 
 
+@pytest.mark.parametrize("shape", [(40, 30, 99), (65, 130, 784), (1, 10, 16), (300, 257, 64)], ids=str)
+@pytest.mark.parametrize("out_dtype", [torch.int8, torch.uint8])
+@pytest.mark.parametrize("relu", [False, True])
+def test_int8_again(device, shape, out_dtype, relu, normal, integers, assert_same_bits):
+    m, n, k = shape
+    x, w = integers(-128, 128, m, k, device=device), integers(-128, 128, n, k, device=device)
+    scaling = normal(m, device=device).abs(), normal(n, device=device), normal(n, device=device) * 100
+    largest = kernels.gemm_int8(x, w, *scaling).abs().max()
+    for clipped in (1, 3):
+        scale = (largest / 127 / clipped).reshape(1)
+        options = {"relu": relu, "out_dtype": out_dtype}
+        y = kernels.gemm_int8(x, w, *scaling, scale_y=scale, **options)
+        expected = by_oracle(x, w, *scaling, scale_y=scale, relu=relu, out_dtype=y.cpu().numpy().dtype)
+        assert_same_bits(y, expected)
+        again, _ = kernels.quantize_rows(kernels.gemm_int8(x, w, *scaling, relu=relu), scale)
+        if out_dtype == torch.int8:
+            assert torch.equal(y, again)
+
+
+@pytest.mark.parametrize("out_dtype", [torch.int8, torch.uint8])
+def test_int8_again_of_what_is_not_finite(device, out_dtype, integers):
+    """NaN becomes 0, which 8 bits have no other sign for; what is infinite is clipped."""
+    x, w = integers(1, 128, 5, 48, device=device), integers(1, 128, 20, 48, device=device)
+    scale = torch.tensor([1.0, float("nan"), float("inf"), -float("inf"), 0.0], device=device)
+    low, high = (-127, 127) if out_dtype == torch.int8 else (0, 255)
+    one = torch.ones(1, device=device)
+    y = kernels.gemm_int8(x, w, scale, out_dtype=out_dtype, scale_y=one)
+    assert [set(row.tolist()) for row in y] == [{high}, {0}, {high}, {low}, {0}]
+    for value, row in ((0.0, high), (float("nan"), 0), (float("inf"), 0), (-1.0, low)):
+        y = kernels.gemm_int8(x, w, out_dtype=out_dtype, scale_y=one * value)
+        assert (y == row).all(), value
+
+
+def test_int8_again_rounds_ties_to_even(device):
+    """Sums of 1 to 48 divided by two, at scales where the division is by a reciprocal and where it is not."""
+    x = torch.tril(torch.ones(48, 48, dtype=torch.int8, device=device))
+    w = torch.ones(32, 48, dtype=torch.int8, device=device)
+    for scale in (2.0, 6.0, 2.0**-118, 6 * 2.0**118):
+        step = torch.full((1,), scale / 2, device=device)
+        y = kernels.gemm_int8(x, w, step, out_dtype=torch.int8, scale_y=2 * step)
+        assert y[:, 31].tolist() == [round(sum / 2) for sum in range(1, 49)]
+
+
+def test_a_whole_network_in_8_bits(device, normal, integers, assert_same_bits):
+    """Layers chained through uint8 activations, the first asymmetric with row sums for nobody: all exact integers."""
+    x, scale_x, zero = kernels.quantize_rows(normal(33, 100, device=device) + 0.5, symmetric=False)
+    weights = [kernels.quantize_rows(normal(*size, device=device)) for size in ((64, 100), (64, 64), (10, 64))]
+    scales = torch.tensor([0.05, 0.3], device=device)
+    given = (x, scale_x)
+    numpy = x.cpu().numpy(), scale_x.cpu().numpy()
+    zeros = {"zero_x": zero}
+    for (w, scale_w), scale in zip(weights, (*scales[:, None], None), strict=True):
+        options = {"out_dtype": torch.float32 if scale is None else torch.uint8, "scale_y": scale}
+        y = kernels.gemm_int8(given[0], w, given[1], scale_w, relu=scale is not None, **options, **zeros)
+        expected = oracle(
+            numpy[0], w.cpu().numpy(), numpy[1], scale_w.cpu().numpy(), relu=scale is not None,
+            zero_x=zero.cpu().numpy() if zeros else None,
+            scale_y=None if scale is None else scale.cpu().numpy(), out_dtype=np.uint8,
+        )  # fmt: skip
+        assert_same_bits(y, expected)
+        given, zeros = (y, scale), {}
+        numpy = expected, None if scale is None else scale.cpu().numpy()
+
+
 def test_relu_on_the_bare_accumulator(device, integers):
     x, w = integers(-128, 128, 40, 9, device=device), integers(-128, 128, 30, 9, device=device)
     for out_dtype in (torch.int32, torch.int64):
@@ -137,6 +266,7 @@ VIEWS = {
     "one row for all": lambda a: a[:1, : a.shape[1] // 2].expand(a.shape[0] // 2, -1),
     "one column for all": lambda a: a[: a.shape[0] // 2, :1].expand(-1, a.shape[1] // 2),
     "one element for all": lambda a: a[:1, :1].expand(a.shape[0] // 2, a.shape[1] // 2),
+    "part of longer rows": lambda a: a[: a.shape[0] // 2, : a.shape[1] // 2],
     "contiguous, at an odd address": lambda a: a.flatten()[1 : 1 + a.numel() // 4].view(a.shape[0] // 2, -1),
 }
 
@@ -191,7 +321,7 @@ def test_case_6_an_all_zero_channel(device, normal):
 @pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize("k", [1, 16, 783, 784, 4096])
 def test_cpu_and_gpu_give_the_same_bits(method, k, normal, monkeypatch, assert_same_bits):
-    monkeypatch.setattr(MODULE, "cpu_method", lambda: method)
+    monkeypatch.setattr(_gemm_int8_cpu, "cpu_method", lambda: method)
     x, weight, bias = normal(100, k), normal(10, k) / 30, normal(10)
     results = []
     for device in ("cpu", "cuda"):
@@ -208,7 +338,7 @@ def test_any_shape_on_the_cpu(m, n, k, seed):
     generator = np.random.default_rng(seed)
     x, w = (generator.integers(-128, 128, size, dtype=np.int8) for size in ((m, k), (n, k)))
     expected = np.einsum("mk,nk->mn", x.astype(np.int64), w.astype(np.int64))
-    for accumulate in (MODULE._int_mm, MODULE._float_slices):
+    for accumulate in (_gemm_int8_cpu._int_mm, _gemm_int8_cpu._float_slices):
         assert np.array_equal(accumulate(torch.from_numpy(x), torch.from_numpy(w)).numpy(), expected)
     assert np.array_equal(kernels.gemm_int8(x, w, out_dtype=torch.int64), expected)
 
@@ -217,8 +347,10 @@ def test_refuses_what_does_not_fit(device):
     x = torch.zeros((4, 6), dtype=torch.int8, device=device)
     w = torch.zeros((5, 6), dtype=torch.int8, device=device)
     scale = torch.ones(5, device=device)
-    with pytest.raises(TypeError, match=r"^x must be int8, got uint8"):
-        kernels.gemm_int8(x.to(torch.uint8), w)
+    with pytest.raises(TypeError, match=r"^x must be int8, uint8, got int16"):
+        kernels.gemm_int8(x.to(torch.int16), w)
+    with pytest.raises(TypeError, match=r"^w must be int8, got uint8"):
+        kernels.gemm_int8(x, w.to(torch.uint8))
     with pytest.raises(TypeError, match=r"^w must be int8, got float32"):
         kernels.gemm_int8(x, w.float())
     with pytest.raises(ValueError, match=r"^w must have shape \(any, 6\), got \(5, 4\)"):
@@ -233,7 +365,18 @@ def test_refuses_what_does_not_fit(device):
         kernels.gemm_int8(x, w, None, scale[:, None])
     with pytest.raises(ValueError, match=r"^bias must have shape \(5,\), got \(1,\)"):
         kernels.gemm_int8(x, w, bias=scale[:1])
-    with pytest.raises(TypeError, match=r"^out_dtype must be one of .*torch\.int64, got torch\.int8"):
-        kernels.gemm_int8(x, w, out_dtype=torch.int8)
+    with pytest.raises(TypeError, match=r"^out_dtype must be one of .*torch\.uint8, got torch\.int16"):
+        kernels.gemm_int8(x, w, out_dtype=torch.int16)
+    for dtype, scale_y in ((torch.int8, None), (torch.uint8, None), (torch.float32, scale[:1]), (torch.int32, scale[:1])):
+        with pytest.raises(ValueError, match=r"^scale_y is needed for out_dtype int8 and uint8, and for no other"):
+            kernels.gemm_int8(x, w, out_dtype=dtype, scale_y=scale_y)
+    with pytest.raises(ValueError, match=r"^scale_y must have shape \(1,\), got \(5,\)"):
+        kernels.gemm_int8(x, w, out_dtype=torch.int8, scale_y=scale)
+    with pytest.raises(TypeError, match=r"^zero_x must be int32, got float32"):
+        kernels.gemm_int8(x, w, zero_x=scale[:4])
+    with pytest.raises(ValueError, match=r"^zero_x must have shape \(4,\), got \(5,\)"):
+        kernels.gemm_int8(x, w, zero_x=scale.int())
+    with pytest.raises(ValueError, match=r"^sums_w must have shape \(5,\), got \(4,\)"):
+        kernels.gemm_int8(x, w, zero_x=scale[:1].int(), sums_w=scale[:4].int())
     with pytest.raises(ValueError, match=r"^bias has no meaning with out_dtype torch\.int32"):
         kernels.gemm_int8(x, w, bias=scale, out_dtype=torch.int32)
