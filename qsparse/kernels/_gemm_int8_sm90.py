@@ -1,6 +1,7 @@
-"""The host side of ``gemm_int8_sm90.cu``: which operands it takes, and the launch.
+"""The host side of ``gemm_int8_sm90.cu`` and ``gemm_fp8_sm90.cu``: which operands they take, and the launch.
 
-The face of the operation is :mod:`qsparse.kernels.gemm_int8`; it hands over what :func:`supports` accepts.
+The faces are :mod:`qsparse.kernels.gemm_int8` and :mod:`qsparse.kernels.gemm_fp8`; they hand over what
+:func:`supports` accepts.
 """
 
 from __future__ import annotations
@@ -16,7 +17,8 @@ from qsparse.kernels._gemm_int8_epilogue import FORMAT, Epilogue
 from qsparse.kernels._gemm_sm90_configs import NO_MAP, Config, grid
 from qsparse.kernels._load import multiprocessors, prepare, tensor_map
 
-SOURCE = "gemm_int8_sm90.cu"
+SOURCE, FP8_SOURCE = "gemm_int8_sm90.cu", "gemm_fp8_sm90.cu"
+FP8 = torch.float8_e4m3fn
 INPUTS = {torch.int8: "signed char", torch.uint8: "unsigned char"}
 OUTPUTS = {
     torch.float16: "__half",
@@ -53,15 +55,18 @@ _HALVES = (torch.float16, torch.bfloat16)
 
 def instance(config: Config, x: torch.dtype, out: torch.dtype) -> str:
     """The C++ name of the kernel."""
+    if x == FP8:
+        return f"gemm_fp8_sm90<{OUTPUTS[out]}, {config.tile_arguments}>"
     return f"gemm_int8_sm90<{INPUTS[x]}, {OUTPUTS[out]}, {config.tile_arguments}>"
 
 
 def configs(x: torch.dtype, out: torch.dtype) -> tuple[Config, ...]:
     """The configurations compiled for these types."""
-    return CONFIGS if x == torch.int8 and out in _HALVES else FEW
+    return CONFIGS if x != torch.uint8 and out in _HALVES else FEW
 
 
 INSTANCES = tuple(instance(c, x, out) for x in INPUTS for out in OUTPUTS for c in configs(x, out))
+FP8_INSTANCES = tuple(instance(c, FP8, out) for out in (*_HALVES, torch.float32) for c in configs(FP8, out))
 
 
 def supports(x: torch.Tensor, ldx: int, w: torch.Tensor, ldw: int, y: torch.Tensor) -> bool:
@@ -116,9 +121,9 @@ def launch_gemm(
     epilogue: Epilogue,
     config: Config | None = None,
 ) -> None:
-    """Write the product of ``x`` (M, K) int8 or uint8 and ``w`` (N, K) int8 into ``y`` (M, N), row-major.
+    """Write the product of ``x`` (M, K) and ``w`` (N, K) into ``y`` (M, N), row-major.
 
-    ``ldx`` and ``ldw`` are the strides of rows in bytes; ``config`` None takes the one that suits the shape.
+    ``x`` is int8 or uint8 and ``w`` int8, or both are e4m3. ``ldx`` and ``ldw`` are the strides of rows in bytes; ``config`` None takes the one that suits the shape.
     """
     (m, k), n = x.shape, w.shape[0]
     found = _plan(x.device.index, m, n, k, ldx, ldw, x.dtype, y.dtype, y.data_ptr() % 16, config)
@@ -142,9 +147,16 @@ def _plan(device, m, n, k, ldx, ldw, x, out, y_offset, config) -> _Plan:
         flags |= _TMA_STORE
     shared = config.shared(out.itemsize, COLUMN_BYTES)
     return _Plan(
-        prepare(device, SOURCE, instance(config, x, out), _FORMATS, *grid(config, m, n, sms), shared),
+        prepare(
+            device,
+            FP8_SOURCE if x == FP8 else SOURCE,
+            instance(config, x, out),
+            _FORMATS,
+            *grid(config, m, n, sms),
+            shared,
+        ),
         (x, m, k, ldx, (config.bm // config.cn, _STEP)),
-        (torch.int8, n, k, ldw, (config.bn // config.cm, _STEP)),
+        (x, n, k, ldw, (config.bn // config.cm, _STEP)),
         y_map,
         (m, n, k, flags, config.group),
     )

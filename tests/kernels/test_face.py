@@ -27,11 +27,15 @@ def _calls(normal, integers, device) -> dict[str, tuple[tuple, dict]]:
     def draw_int8(*shape):
         return integers(-128, 128, *shape, device=device)
 
+    def draw_e4m3(*shape):
+        return normal(*shape).to(torch.float8_e4m3fn).view(torch.uint8).to(device)  # NumPy and CuPy have the bits alone
+
     labels = integers(0, N, M, dtype=torch.int64, device=device)
     rows_of_w, cols = (integers(0, size, 300, dtype=torch.int32, device=device) for size in (N, K))
     return {
         "bias_relu_grad": ((draw(M, N), draw(M, N)), {}),
         "gemm": ((draw(M, K), draw(N, K), draw(N)), {"relu": True}),
+        "gemm_fp8": ((draw_e4m3(M, K), draw_e4m3(N, K), draw(M), draw(N), draw(N)), {}),
         "gemm_int8": ((draw_int8(M, K), draw_int8(N, K), draw(M), draw(N), draw(N)), {}),
         "quantize_rows": ((draw(M, K),), {}),
         "sgd": ((draw(M, K), draw(M, K), draw(M, K)), {"lr": 0.1, "momentum": 0.9, "mask": draw(M, K) > 0}),

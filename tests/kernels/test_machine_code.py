@@ -31,6 +31,7 @@ INSTANCES = {
     ),
     "int8": ("gemm_int8_sm90.cu", int8(torch.int8, torch.float16), "IGMMA.64x256x32.S8.S8"),
     "uint8": ("gemm_int8_sm90.cu", int8(torch.uint8, torch.int8), "IGMMA.64x256x32.U8.S8"),
+    "fp8": ("gemm_fp8_sm90.cu", int8(torch.float8_e4m3fn, torch.float16), "QGMMA.64x256x32.F32.E4M3.E4M3"),
     "sm80": ("gemm_sm80.cu", _gemm_sm80.CONFIGS[0].instance(torch.float16, True, True), "HMMA.16816.F32"),
 }
 
