@@ -20,7 +20,7 @@ from qsparse.device import resolve_device
 from qsparse.errors import UserError
 from qsparse.measure import PeerWarning, measure
 from qsparse.models import MLP
-from qsparse.quant import CalibrationWarning, QuantConfig, quantize
+from qsparse.quant import CalibrationWarning, QuantConfig, quantize, train_quantized
 from qsparse.report import newest
 from qsparse.sparse import EmptyLayerWarning, SparseConfig, check_density, mask_density, prune, sparsify
 from qsparse.sparse.config import choose
@@ -76,15 +76,15 @@ def quantize_run(
     beside the baseline, and append the rows to the run's rows.jsonl. A simulation is measured and not saved.
 
     run: the run directory; None for the newest. device: auto, cpu or cuda. console: where progress goes. measuring:
-    options of `measure` (batches, budget_s, peers). Calibration looks at images of the validation split.
+    options of `measure` (batches, budget_s, peers). Calibration looks at images of the validation split. Training with
+    the rounding in place goes on as the run was trained, but for `config.qat_epochs` and `config.lr`.
     Raises UserError for an unknown dtype, a run that is not there or not done, calibration without a validation split,
     and as `checkpoint.load`, `quantize` and `measure`.
     """
     if isinstance(config, str):
         config = QuantConfig(config)
     source = _open(run, device, console, measuring)
-    with _aloud(source, CalibrationWarning):
-        model = quantize(source.model, config, source.dataset.validation.images if config.needs_data else None)
+    model = _quantized(source, config)
     return _save_and_measure(source, config.variant, model, config.fields(), save=not config.simulate)
 
 
@@ -95,11 +95,7 @@ def sweep_run(
     baseline. The rest is as of `quantize_run`.
     """
     source = _open(run, device, console)
-    with _aloud(source, CalibrationWarning):
-        models = {
-            one.variant: quantize(source.model, one, source.dataset.validation.images if one.needs_data else None)
-            for one in configs
-        }
+    models = {one.variant: _quantized(source, one) for one in configs}
     details = {one.variant: one.fields() for one in configs}
     return _save_and_measure_all(source, models, details, {one.variant for one in configs if one.simulate})
 
@@ -230,6 +226,16 @@ def _open(
     model = checkpoint.load(run, target)
     dataset = load_dataset(run, console)
     return _Source(run, config, model, dataset.to(target), target, console, measuring or {})
+
+
+def _quantized(source: _Source, config: QuantConfig) -> MLP:
+    with _aloud(source, CalibrationWarning):
+        if not config.qat_epochs:
+            return quantize(source.model, config, source.dataset.validation.images if config.needs_data else None)
+        source.say(f"{config.variant}: training with its rounding")
+        with Display(source.console or Console(quiet=True), config.qat_epochs) as display:
+            watch = {"on_epoch": display.epoch_end, "progress": display.progress}
+            return train_quantized(source.model, config, source.dataset, source.config, **watch)
 
 
 def _check_schedule(sparse: SparseConfig, schedule: str, epochs: int) -> None:

@@ -21,6 +21,7 @@ def observer(config: QuantConfig) -> ranges.MinMax:
         "percentile": lambda: ranges.Percentile(config.percentile),
         "mse": lambda: ranges.Mse(config.bits, config.symmetric),
         "entropy": lambda: ranges.Entropy(config.bits),
+        "lsq": lambda: ranges.Lsq(config.bits),
     }[config.calibration]()
 
 

@@ -79,8 +79,22 @@ def quantize(
         bool, typer.Option("--asymmetric", help="Ranges with a zero point; needs --simulate.")
     ] = False,
     method: Annotated[
-        Method, typer.Option(help="absmax rounds to the nearest; the others look at calibration data to do better.")
+        Method,
+        typer.Option(
+            help="absmax rounds to the nearest; the others do better, all but equalisation by calibration data."
+        ),
     ] = Method.absmax,
+    qat_epochs: Annotated[
+        int,
+        typer.Option(
+            min=0,
+            help="Epochs of training with the rounding in place, each forward pass as inference will run it. Then a "
+            "calibration may be lsq: learned.",
+        ),
+    ] = 0,
+    lr: Annotated[
+        float | None, typer.Option(show_default="the run's", help="First learning rate of --qat-epochs.")
+    ] = None,
     simulate: Annotated[
         bool, typer.Option("--simulate", help="Round in float32: accuracy alone, no time and no bytes.")
     ] = False,
@@ -118,6 +132,8 @@ def quantize(
         "group": group,
         "symmetric": not asymmetric,
         "method": method.value,
+        "qat_epochs": qat_epochs,
+        "lr": lr,
         "simulate": simulate,
     }
     configs = combinations(options, sweep or ())

@@ -20,7 +20,7 @@ SIMULATED = tuple(name for name in BITS if name not in DTYPES)
 """Accuracy studies."""
 METHODS = ("absmax", "gptq", "smoothquant", "bias-correction", "equalisation")
 ACTIVATIONS = ("dynamic", "static")
-CALIBRATIONS = ("minmax", "percentile", "mse", "entropy", "fixed")
+CALIBRATIONS = ("minmax", "percentile", "mse", "entropy", "fixed", "lsq")
 GRANULARITIES = ("tensor", "channel", "group")
 
 
@@ -44,6 +44,8 @@ class QuantConfig:
         first moves large activations into the weights; "bias-correction" then takes back the shift of each output's
         mean; "equalisation" first makes the ranges of neighbouring layers alike. "gptq", "smoothquant" and
         "bias-correction" look at calibration data.
+    qat_epochs: epochs of quantization-aware training (see `qat.py`). Either calibration may then be "lsq": the scales
+        are learned. lr: its first learning rate, which decays linearly to zero; None: the one that the run began with.
     simulate: round in float32 instead of computing in integers: accuracy alone.
     """
 
@@ -61,6 +63,8 @@ class QuantConfig:
     group: int = 64
     symmetric: bool = True
     method: str = "absmax"
+    qat_epochs: int = 0
+    lr: float | None = None
     simulate: bool = False
 
     def __post_init__(self) -> None:
@@ -96,6 +100,10 @@ class QuantConfig:
         for option, percent in (("--percentile", self.percentile), ("--weight-percentile", self.weight_percentile)):
             if not 0 < percent <= 100:
                 raise UserError(f"{option} is {percent}: it must lie in (0, 100].")
+        if self.qat_epochs < 0:
+            raise UserError(f"--qat-epochs is {self.qat_epochs}: it must be at least 0.")
+        if self.lr is not None and not (self.lr > 0 and math.isfinite(self.lr)):
+            raise UserError(f"--lr is {self.lr}: it must be above 0, and finite.")
         if self.group < 1:
             raise UserError(f"--group is {self.group}: it must be at least 1.")
         for option, limits in (("--range", self.range), ("--weight-range", self.weight_range)):
@@ -118,6 +126,7 @@ class QuantConfig:
             raise UserError("--weight-range LO HI is the range of --weight-calibration fixed: give both or neither.")
         if self.weight_calibration == "entropy" and self.granularity != "tensor":
             raise UserError("--weight-calibration entropy needs the weights of a whole layer: --granularity tensor.")
+        self._check_training()
         if isinstance(self.bits, str):
             if not self.symmetric:
                 raise UserError(f"{self.dtype} is a float, which has its sign and no zero point: no --asymmetric.")
@@ -130,6 +139,17 @@ class QuantConfig:
         for wrong, what in ((self.granularity == "group", "--granularity group"), (not self.symmetric, "--asymmetric")):
             if wrong:
                 raise UserError(f"The int8 kernel has no {what}: add --simulate for its accuracy alone.")
+
+    def _check_training(self) -> None:
+        learned = "lsq" in (self.calibration, self.weight_calibration)
+        if learned and not self.qat_epochs:
+            raise UserError("lsq learns its ranges in quantization-aware training: give --qat-epochs too.")
+        if learned and not self.symmetric:
+            raise UserError("lsq learns scales, and no zero points: no --asymmetric.")
+        if self.lr is not None and not self.qat_epochs:
+            raise UserError("--lr is of quantization-aware training: give --qat-epochs too.")
+        if self.qat_epochs and self.method in ("gptq", "bias-correction"):
+            raise UserError(f"{self.method} is of weights that stay, and --qat-epochs trains them: choose one of both.")
 
     def of(self, layer: str) -> "QuantConfig | None":
         """What one layer is asked to be; None: it stays as it is."""
@@ -181,6 +201,8 @@ class QuantConfig:
             parts.append("tensor" if self.granularity == "tensor" else f"g{self.group}")
         parts += [] if self.symmetric else ["asym"]
         parts += [] if self.method == "absmax" else [self.method]
+        if self.qat_epochs:
+            parts.append(f"qat{self.qat_epochs}" + ("" if self.lr is None else f"_lr{self.lr:g}"))
         if self.needs_data and self.calibration_samples != QuantConfig.calibration_samples:
             parts.append(f"n{self.calibration_samples}")
         return "-".join(parts)
@@ -205,6 +227,8 @@ class QuantConfig:
             "weight_range": list(self.weight_range) if self.weight_range else None,
             "calibration_samples": self.calibration_samples if self.needs_data else None,
             "method": self.method,
+            "qat_epochs": self.qat_epochs,
+            "qat_lr": self.lr,
         }
 
 

@@ -47,10 +47,14 @@ def quantize(model: MLP, config: str | QuantConfig, calibration_data: Tensor | N
             is NaN or Inf or that does not fit `dtype`, calibration data that are missing or not finite; the message
             names the layer.
     """
-    prepared = prepare(model, QuantConfig(config) if isinstance(config, str) else config, calibration_data)
+    if isinstance(config, str):
+        config = QuantConfig(config)
+    if config.qat_epochs:
+        raise UserError("--qat-epochs trains: call qsparse.quant.train_quantized, which takes training images too.")
+    prepared = prepare(model, config, calibration_data)
     layers = prepared.model.layers()
     quantized = {
-        name: _to_half(name, layers[name], _TORCH[one.dtype])
+        name: to_half(name, layers[name], one.dtype)
         if one.dtype in HALVES
         else _rounded(layers[name], one, prepared.grids.get(name), prepared.inputs.get(name))
         for name, one in prepared.configs.items()
@@ -140,7 +144,9 @@ def inference_layer(
     return SimulatedLinear(to_reals(q, s, z), bias, activation, bits, grid, config.symmetric)
 
 
-def _to_half(name: str, layer: Linear, dtype: torch.dtype) -> Linear:
+def to_half(name: str, layer: Linear, dtype: str) -> Linear:
+    """A layer in "fp16" or "bf16". Raises UserError, naming it, where a number does not fit."""
+    dtype = _TORCH[dtype]
     largest = max(float(tensor.detach().abs().max()) for tensor in layer.parameters() if tensor.numel())
     if largest > torch.finfo(dtype).max:
         raise UserError(

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from qsparse.quant.schemes import scale_and_zero, to_grid, to_reals
+from qsparse.quant.schemes import limits, scale_and_zero, to_grid, to_reals
 
 _STEPS = 100  # fractions of the extremes that mse tries
 _BINS = 2048  # of entropy's histogram, on each side of zero
@@ -165,6 +165,26 @@ def divergence(counts: np.ndarray, half: int, levels: int) -> float:
     q[(p > 0) & (q == 0)] = _LACKING
     p, q = p[p > 0], q[p > 0] / q.sum()
     return float((p * np.log(p / q)).sum())
+
+
+class Lsq(MinMax):
+    """Where a learned scale starts: ``s = 2 mean|x| / sqrt(Q_P)`` of the largest q, Q_P; so the range is ``±s Q_P``.
+
+    Source: S. K. Esser et al., "Learned Step Size Quantization" (ICLR 2020), section 2.1.
+    """
+
+    def __init__(self, bits: int | str) -> None:
+        super().__init__()
+        self.largest = limits(bits)[1]
+        self.total = 0.0
+
+    def see(self, x: Tensor) -> None:
+        super().see(x)
+        self.total += float(x.detach().abs().sum(dtype=torch.float64))
+
+    def _range(self) -> tuple[float, float]:
+        end = 2 * self.total / self.seen * self.largest**0.5
+        return -end, end
 
 
 class Fixed:

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from qsparse.quant.config import QuantConfig
 from qsparse.quant.ranges import Entropy, Fixed
-from qsparse.quant.schemes import Extremes, minmax, scale_and_zero, to_grid, to_reals
+from qsparse.quant.schemes import Extremes, limits, minmax, scale_and_zero, to_grid, to_reals
 
 _STEPS = 100  # fractions of the extremes that mse tries
 
@@ -23,7 +23,8 @@ def extremes(config: QuantConfig) -> Extremes:
         "percentile": lambda: functools.partial(percentile, percent=config.weight_percentile),
         "mse": lambda: functools.partial(mse, bits=config.bits, symmetric=config.symmetric),
         "entropy": lambda: functools.partial(entropy, bits=config.bits),
-        "fixed": lambda: functools.partial(fixed, limits=config.weight_range),
+        "fixed": lambda: functools.partial(fixed, between=config.weight_range),
+        "lsq": lambda: functools.partial(lsq, bits=config.bits),
     }[config.weight_calibration]()
 
 
@@ -64,7 +65,13 @@ def entropy(rows: Tensor, bits: int) -> tuple[Tensor, Tensor]:
     return lo, hi
 
 
-def fixed(rows: Tensor, limits: tuple[float, float]) -> tuple[Tensor, Tensor]:
+def fixed(rows: Tensor, between: tuple[float, float]) -> tuple[Tensor, Tensor]:
     """The limits given beforehand, widened to 0."""
-    lo, hi = Fixed(*limits).range()
+    lo, hi = Fixed(*between).range()
     return rows.new_full((len(rows),), lo), rows.new_full((len(rows),), hi)
+
+
+def lsq(rows: Tensor, bits: int | str) -> tuple[Tensor, Tensor]:
+    """What a learned scale starts from: see `ranges.Lsq`."""
+    end = 2 * rows.abs().mean(dim=1) * limits(bits)[1] ** 0.5
+    return -end, end

@@ -16,7 +16,8 @@ from qsparse.models import MLP, from_description
 from qsparse.oracles.gemm_int8 import gemm_int8 as int8_oracle
 from qsparse.quant import CALIBRATIONS, CalibrationWarning, QuantConfig, quantize
 
-STATIC = {name: QuantConfig(activations="static", calibration=name) for name in CALIBRATIONS if name != "fixed"}
+MEASURED = [name for name in CALIBRATIONS if name not in ("fixed", "lsq")]
+STATIC = {name: QuantConfig(activations="static", calibration=name) for name in MEASURED}
 STATIC["fixed"] = QuantConfig(activations="static", calibration="fixed", range=(-10, 10))
 IMAGES = torch.randint(0, 256, (200, 784), dtype=torch.uint8, generator=torch.Generator().manual_seed(5))
 
@@ -115,7 +116,7 @@ def test_weights_of_one_scale(model):
     [
         ({"dtype": "int9"}, "Unknown dtype 'int9'; the valid ones are fp16, bf16, int8"),
         ({"activations": "frozen"}, "Unknown activations 'frozen'; the valid ones are dynamic, static"),
-        ({"calibration": "lsq"}, "Unknown calibration 'lsq'; the valid ones are minmax, percentile"),
+        ({"calibration": "kl"}, "Unknown calibration 'kl'; the valid ones are minmax, percentile"),
         ({"granularity": "row"}, "Unknown granularity"),
         ({"method": "magic"}, "Unknown method"),
         ({"activations": "static"}, "Static activations need a range: give --calibration"),
