@@ -40,6 +40,7 @@ def test_rows_have_every_field_and_survive_json():
         ("gemm_int8", "int8", None, "float16", "torch._int_mm"),
         ("gemm_int8", "int8", None, "float16", "torch_int8_eager"),
         ("gemm_int8", "int8", "dynamic", "float16", "torch_fp32"),
+        ("gemm_fp8", "float8_e4m3fn", None, "float16", "torch_fp32"),
         ("gemm_weight_only", "int8wo", "float16", "float16", "torch_fp32"),
         ("gemm_weight_only", "int4wo", "float16", "float16", "torch_fp32"),
         *(("quantize_rows", dtype, None, "int8", "copy") for dtype in int8.QUANTIZED),
@@ -213,6 +214,16 @@ def test_libraries_refuse_small_batches_and_ours_does_not():
     assert not result.wrong
     assert result.rows
     assert any(line.startswith("torch._int_mm refused") for line in said)
+
+
+@pytest.mark.gpu
+def test_float8_products_on_the_gpu():
+    device = torch.device("cuda", torch.cuda.current_device())
+    result = int8.bench(device, ops=["gemm_fp8"], shapes=[(256, 256, 784)], repetitions=50)
+    assert not result.wrong
+    (row,) = result.rows
+    assert row["peer"] == "torch._scaled_mm"
+    assert row["peer_us"] > 0
 
 
 @pytest.mark.gpu
