@@ -21,7 +21,9 @@ def sgd(param, grad, momentum_buffer=None, *, lr, momentum=0.0, weight_decay=0.0
     grad : float32, same shape
     momentum_buffer : float32, same shape, contiguous, optional; ``v``, updated
         Start it with zeros: the first step is then PyTorch's. Needed when ``momentum`` is not 0.
-    lr, momentum, weight_decay : float
+    lr : float, or one float32 element of any shape on the device of ``param``
+        An array is read when the kernel runs: a CUDA graph's replays may differ in it.
+    momentum, weight_decay : float
     mask : bool, same shape, optional
         Where it is False, ``param`` and ``momentum_buffer`` become exactly zero, whatever the gradient, momentum or
         weight decay say: a pruned weight stays pruned.
@@ -41,21 +43,24 @@ def sgd(param, grad, momentum_buffer=None, *, lr, momentum=0.0, weight_decay=0.0
         raise ValueError(f"momentum is {momentum}, so a momentum_buffer is needed")
     if mask is not None:
         check_tensor("mask", mask, (torch.bool,), shape)
-    check_same_device(param, grad=grad, momentum_buffer=momentum_buffer, mask=mask)
+    lr_at = lr if isinstance(lr, torch.Tensor) else None
+    if lr_at is not None:
+        check_tensor("lr", lr, (torch.float32,), (1,) * lr.dim())
+    check_same_device(param, grad=grad, momentum_buffer=momentum_buffer, mask=mask, lr=lr_at)
     for name, value in (("param", param), ("momentum_buffer", momentum_buffer)):
         if value is not None and not value.is_contiguous():
             raise ValueError(f"{name} is changed in place and must be contiguous")
     if param.device.type == "cpu":
-        return _cpu(param, grad, momentum_buffer, lr, momentum, weight_decay, mask)
+        return _cpu(param, grad, momentum_buffer, float(lr), momentum, weight_decay, mask)
     grad = grad.contiguous()
     mask = None if mask is None else mask.contiguous()
-    pointers = (0 if value is None else value.data_ptr() for value in (param, grad, momentum_buffer, mask))
+    pointers = (0 if value is None else value.data_ptr() for value in (param, grad, momentum_buffer, mask, lr_at))
     launch(
         param.device,
         "sgd.cu",
         "sgd",
-        "PPPPqfff",
-        (*pointers, param.numel(), lr, momentum, weight_decay),
+        "PPPPPqfff",
+        (*pointers, param.numel(), lr if lr_at is None else 0.0, momentum, weight_decay),
         grid=-(-param.numel() // BLOCK),
         block=BLOCK,
     )

@@ -103,3 +103,31 @@ def test_refuses_what_does_not_fit(device, normal):
         kernels.sgd(param.t(), param.t(), lr=0.1)
     with pytest.raises(ValueError, match=r"^momentum_buffer is changed in place and must be contiguous"):
         kernels.sgd(param, param, normal(6, 4, device=device).t(), lr=0.1)
+
+
+@pytest.mark.parametrize("shape", [(), (1,), (1, 1)], ids=str)
+def test_the_learning_rate_may_be_an_array(device, shape, normal, assert_same_bits):
+    param, grad = normal(30, 40, device=device), normal(30, 40, device=device)
+    other = param.clone()
+    kernels.sgd(param, grad, lr=torch.full(shape, 0.3, device=device))
+    kernels.sgd(other, grad, lr=0.3)
+    assert_same_bits(param, other)
+    with pytest.raises(ValueError, match=r"^lr must have shape \(1,\), got \(2,\)"):
+        kernels.sgd(param, grad, lr=torch.ones(2, device=device))
+    with pytest.raises(TypeError, match=r"^lr must be float32, got float64"):
+        kernels.sgd(param, grad, lr=torch.ones(1, device=device, dtype=torch.float64))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("device", ["cuda:0"])
+def test_replays_of_a_graph_differ_in_the_learning_rate(device, normal):
+    param, rate = torch.zeros(5, device=device), torch.ones(1, device=device)
+    kernels.sgd(param, torch.zeros(5, device=device), lr=rate)  # compiles
+    grad = torch.ones(5, device=device)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        kernels.sgd(param, grad, lr=rate)
+    for lr in (1.0, 2.0, 0.5):
+        rate.fill_(lr)
+        graph.replay()
+    assert (param == -3.5).all()
