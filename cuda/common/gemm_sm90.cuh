@@ -203,6 +203,11 @@ struct Pipeline {
                 }
             };
 
+            // The last tile of K may be short: of what lies beyond K, zeros in shared memory, nothing is multiplied.
+            constexpr int STEP = 32 / sizeof(T);
+            const bool short_end = PARTS == 1 && k_count > 0 && k_first + k_count == k_tiles && (K - 1) % BK < BK - STEP;
+            const int whole = PARTS == 2 ? k_count / 3 * 2 : k_count - short_end;
+
             const int row = share * MI * 64 + 16 * warp + lane / 4;  // of the block's tile, for i = h = 0 (see acc)
             const int col = 2 * (lane % 4);
             int turn = 0;
@@ -245,11 +250,21 @@ struct Pipeline {
                     wgmma_commit();
                 };
                 int previous = 0;
-                for (int k = 0; k < (PARTS == 2 ? k_count / 3 * 2 : k_count); ++k) {
+                for (int k = 0; k < whole; ++k) {
                     mbarrier_wait(&full[stage], phase);
                     multiply(acc, k == 0);
                     wgmma_wait<1>();  // the products of the previous stage are done, those of this one go on
                     if (k > 0) release(previous);
+                    previous = stage;
+                    next();
+                }
+                if (short_end) {
+                    mbarrier_wait(&full[stage], phase);
+                    for (int kk = 0; kk < (K % BK + STEP - 1) / STEP; ++kk) multiply(acc, whole + kk == 0, kk, kk + 1);
+                    if (whole > 0) {
+                        wgmma_wait<1>();
+                        release(previous);
+                    }
                     previous = stage;
                     next();
                 }
