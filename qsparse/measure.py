@@ -21,7 +21,7 @@ from qsparse.data import Split, normalize
 from qsparse.errors import UserError
 from qsparse.kernels import _load
 from qsparse.models import MLP
-from qsparse.nn import Linear, QuantLinear, SparseLinear
+from qsparse.nn import Fp8Linear, Linear, QuantLinear, SparseLinear, WeightOnlyLinear
 from qsparse.timing import graph_times, percentile, wall_times
 
 BATCHES = (1, 64, 1024, 10_000)
@@ -214,7 +214,9 @@ def _description(module: torch.nn.Module) -> dict:
         layers = list(module.layers().values())
     else:
         layers = [layer for layer in module.modules() if isinstance(layer, torch.nn.Linear)]
-    quantized = [layer for layer in layers if isinstance(layer, QuantLinear)]
+    quantized = [layer for layer in layers if isinstance(layer, (QuantLinear, Fp8Linear))]
+    weights_only = [layer for layer in layers if isinstance(layer, WeightOnlyLinear)]
+    grouped = any(layer.group for layer in weights_only)
     sparse = [layer for layer in layers if isinstance(layer, SparseLinear)]
     sizes = [layer.in_features * layer.out_features for layer in layers]
     stored = [layer.nnz if layer in sparse else size for layer, size in zip(layers, sizes, strict=True)]
@@ -222,9 +224,9 @@ def _description(module: torch.nn.Module) -> dict:
         "sizes": [layers[0].in_features, *(layer.out_features for layer in layers)],
         "dtype": _joined(_dtype_name(layer) for layer in layers),
         "activations": _joined(layer.activations for layer in quantized) if quantized else None,
-        "granularity": "channel" if quantized else None,
+        "granularity": ("group" if grouped else "channel") if quantized or weights_only else None,
         "calibration": None,
-        "method": "absmax" if quantized else None,
+        "method": "absmax" if quantized or weights_only else None,
         "format": _joined(layer.format for layer in sparse) if sparse else "dense",
         "density": sum(stored) / sum(sizes) if sparse else None,
     }
@@ -243,6 +245,10 @@ def _kernel(module: torch.nn.Module, x: Tensor, device: torch.device) -> str:
 
 
 def _dtype_name(layer: torch.nn.Module) -> str:
+    if isinstance(layer, WeightOnlyLinear):
+        return f"int{layer.bits}wo"
+    if isinstance(layer, Fp8Linear):
+        return "float8_e4m3fn"
     stored = layer.values if isinstance(layer, SparseLinear) else layer.weight
     return str(stored.dtype).removeprefix("torch.")
 

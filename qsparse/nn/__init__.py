@@ -1,16 +1,17 @@
-"""Layers over ``qsparse.kernels``: ``Linear`` trains; ``QuantLinear``, ``WeightOnlyLinear`` and ``SparseLinear`` infer.
+"""Layers over ``qsparse.kernels``: ``Linear`` trains; the others infer, quantized or sparse.
 
 Every layer has ``in_features``, ``out_features``, ``activation`` (None or "relu"), ``describe()`` (what
 ``from_description`` needs to make an empty one) and ``cpu_kernel()`` (what a result row shows on a CPU).
 """
 
+from qsparse.nn.fp8_linear import Fp8Linear
 from qsparse.nn.linear import Linear
 from qsparse.nn.loss import cross_entropy
 from qsparse.nn.quant_linear import QuantLinear
 from qsparse.nn.sparse_linear import SparseLinear
 from qsparse.nn.weight_only_linear import WeightOnlyLinear
 
-_KINDS = {kind.__name__: kind for kind in (Linear, QuantLinear, WeightOnlyLinear, SparseLinear)}
+_KINDS = {kind.__name__: kind for kind in (Linear, QuantLinear, WeightOnlyLinear, Fp8Linear, SparseLinear)}
 
 
 def from_description(description: dict):
@@ -22,4 +23,12 @@ def from_description(description: dict):
     return _KINDS[kind].from_description(options)
 
 
-__all__ = ["Linear", "QuantLinear", "SparseLinear", "WeightOnlyLinear", "cross_entropy", "from_description"]
+__all__ = [
+    "Fp8Linear",
+    "Linear",
+    "QuantLinear",
+    "SparseLinear",
+    "WeightOnlyLinear",
+    "cross_entropy",
+    "from_description",
+]

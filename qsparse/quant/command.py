@@ -31,10 +31,10 @@ def quantize(
     dtype: Annotated[
         Dtype | None,
         typer.Option(
-            metavar="fp16|bf16|int8|intB|intBwo|fp4|fp4wo|fp8",
+            metavar="|".join(config.DTYPES) + "|intB|intBwo|fp4|fp4wo",
             show_default=False,
-            help="int8 quantizes weights and activations. With --simulate also intB of B = 2 to 7 bits, fp4 (e2m1) and "
-            "fp8 (e4m3), and intBwo and fp4wo, of the weights only.",
+            help="int8 and fp8 (e4m3) are of weights and activations, int8wo and int4wo of the weights only. With "
+            "--simulate also intB and intBwo of B = 2 to 7 bits, and fp4 (e2m1) and fp4wo.",
         ),
     ] = None,
     run: RunArgument = None,
@@ -72,7 +72,7 @@ def quantize(
         float, typer.Option(help="Percent of |w| that --weight-calibration percentile holds.")
     ] = 99.9,
     granularity: Annotated[
-        Granularity, typer.Option(help="What of the weights shares a scale; group needs --simulate.")
+        Granularity, typer.Option(help="What of the weights shares a scale; group is of int8wo, int4wo and --simulate.")
     ] = Granularity.channel,
     group: Annotated[int, typer.Option(min=1, help="Inputs in a group; the last may be short.")] = 64,
     asymmetric: Annotated[

@@ -14,7 +14,7 @@ HALVES = ("fp16", "bf16")
 BITS: dict[str, int | str] = {f"int{bits}{suffix}": bits for suffix in ("", "wo") for bits in range(2, 9)}
 BITS |= {"fp4": "e2m1", "fp4wo": "e2m1", "fp8": "e4m3"}
 """What is rounded to few bits, and to which: see `schemes.py`. ``wo``: the weights only."""
-DTYPES = (*HALVES, "int8")
+DTYPES = (*HALVES, "int8", "int8wo", "int4wo", "fp8")
 """What kernels compute."""
 SIMULATED = tuple(name for name in BITS if name not in DTYPES)
 """Accuracy studies."""
@@ -28,8 +28,9 @@ GRANULARITIES = ("tensor", "channel", "group")
 class QuantConfig:
     """One quantization of a model; UserError for what does not exist or does not go together.
 
-    dtype: "fp16", "bf16", "int8", or with `simulate` any of int2 ... int8, fp4 (e2m1), fp8 (e4m3), which are of weights
-        and activations, and int2wo ... int8wo, fp4wo (weights only). "fp32" leaves alone what `layers` does not name.
+    dtype: "fp16", "bf16"; "int8" or "fp8" (e4m3), of weights and activations; "int8wo" or "int4wo", of the weights, the
+        rest in float16. With `simulate` also int2 ... int7, fp4 (e2m1), int2wo ... int7wo and fp4wo. "fp32" leaves
+        alone what `layers` does not name.
     layers: name of a layer -> its dtype, where that is another.
     activations: "dynamic", a scale for each row when it arrives, or "static", one for the layer, of `calibration`.
     calibration: how the static range is found: "minmax", "percentile", "mse", "entropy", or "fixed", which is `range`.
@@ -136,9 +137,10 @@ class QuantConfig:
             return
         if self.dtype not in DTYPES:
             raise UserError(f"{self.dtype} has no kernel: add --simulate for its accuracy alone, without a time.")
-        for wrong, what in ((self.granularity == "group", "--granularity group"), (not self.symmetric, "--asymmetric")):
+        grouped = self.granularity == "group" and not self.weights_only
+        for wrong, what in ((grouped, "--granularity group"), (not self.symmetric, "--asymmetric")):
             if wrong:
-                raise UserError(f"The int8 kernel has no {what}: add --simulate for its accuracy alone.")
+                raise UserError(f"The {self.dtype} kernel has no {what}: add --simulate for its accuracy alone.")
 
     def _check_training(self) -> None:
         learned = "lsq" in (self.calibration, self.weight_calibration)

@@ -1,4 +1,4 @@
-"""Dense float32 model -> the same model in 16 bits, in int8, or rounded to few bits in simulation."""
+"""Dense float32 model -> the same model in fewer bits, for kernels or in simulation."""
 
 import copy
 from dataclasses import dataclass
@@ -9,7 +9,7 @@ from torch import Tensor
 from qsparse.dense import dense_layers
 from qsparse.errors import UserError
 from qsparse.models import MLP
-from qsparse.nn import Linear, QuantLinear
+from qsparse.nn import Fp8Linear, Linear, QuantLinear, WeightOnlyLinear
 from qsparse.quant.bias_correction import corrected_bias
 from qsparse.quant.calibrate import layer_ranges, sampled_inputs
 from qsparse.quant.config import HALVES, QuantConfig
@@ -118,7 +118,7 @@ def _rounded(layer: Linear, config: QuantConfig, grid: Grid | None, X: Tensor | 
     parts = gptq(w, X, *scheme(config)) if config.method == "gptq" else round_weights(w, *scheme(config))
     if config.method == "bias-correction":
         exact = torch.nn.functional.linear(X, w, bias)
-        bias = corrected_bias(bias, exact, inference_layer(config, parts, bias, None, grid)(X))
+        bias = corrected_bias(bias, exact, outputs(inference_layer(config, parts, bias, None, grid), X))
     return inference_layer(config, parts, bias, layer.activation, grid)
 
 
@@ -134,14 +134,27 @@ def inference_layer(
     activation: str | None,
     grid: Grid | None,
 ) -> torch.nn.Module:
-    """The layer of rounded weights: computed in integers, or, in simulation, in float32. parts: of `round_weights`."""
+    """The layer of rounded weights: over its kernel, or, in simulation, in float32. parts: as from `round_weights`."""
     q, scale, zero = parts
-    if not config.simulate:
-        scales = scale.expand(len(q), 1).reshape(-1).contiguous()
-        return QuantLinear.from_integers(q.to(torch.int8), scales, bias, activation, grid and grid[0])
-    s, z = (spread(value, q, config.granularity, config.group) for value in (scale, zero))
-    bits = None if config.weights_only else config.bits
-    return SimulatedLinear(to_reals(q, s, z), bias, activation, bits, grid, config.symmetric)
+    if config.simulate:
+        s, z = (spread(value, q, config.granularity, config.group) for value in (scale, zero))
+        bits = None if config.weights_only else config.bits
+        return SimulatedLinear(to_reals(q, s, z), bias, activation, bits, grid, config.symmetric)
+    if config.granularity == "group":
+        return WeightOnlyLinear.from_integers(q, scale, bias, activation, config.bits, config.group)
+    scales = scale.expand(len(q), 1).reshape(-1).contiguous()
+    if config.weights_only:
+        return WeightOnlyLinear.from_integers(q, scales, bias, activation, config.bits)
+    input_scale = None if grid is None else grid[0]
+    if config.dtype == "fp8":
+        return Fp8Linear.from_numbers(q, scales, bias, activation, input_scale)
+    return QuantLinear.from_integers(q.to(torch.int8), scales, bias, activation, input_scale)
+
+
+def outputs(layer: torch.nn.Module, x: Tensor) -> Tensor:
+    """What a quantized layer makes of x (M, K), both in float32, whatever it computes in."""
+    dtype = layer.dtype if isinstance(layer, WeightOnlyLinear) else torch.float32
+    return layer(x.to(dtype)).float()
 
 
 def to_half(name: str, layer: Linear, dtype: str) -> Linear:

@@ -1,6 +1,6 @@
 """Quantization-aware training: the network learns with the very arithmetic that it will infer with.
 
-Forward, a layer is the one that inference runs: the int8 kernels, or a simulation of fewer bits. Rounding has no useful
+Forward, a layer is the one that inference runs: over its kernel, or a simulation of fewer bits. Rounding has no useful
 derivative, so backward the rounding is taken for the identity (the straight-through estimator), and what was clipped
 gets no gradient. Steps (scales) that `lsq` learns get the gradient of their paper.
 
@@ -23,7 +23,7 @@ from qsparse.errors import UserError
 from qsparse.models import MLP
 from qsparse.nn import Linear
 from qsparse.quant.config import HALVES, QuantConfig
-from qsparse.quant.convert import Grid, inference_layer, prepare, scheme, to_half
+from qsparse.quant.convert import Grid, inference_layer, outputs, prepare, scheme, to_half
 from qsparse.quant.schemes import limits, round_weights, scale_and_zero, spread, to_grid, to_reals, weight_grid
 from qsparse.train.config import TrainConfig
 from qsparse.train.fit import EpochEnd, Progress, fit
@@ -101,7 +101,7 @@ class QatLinear(torch.nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         with torch.no_grad():
-            exact = self.frozen()(x)
+            exact = outputs(self.frozen(), x)
         if not torch.is_grad_enabled():
             return exact
         y = functional.linear(self._inputs(x), self._weights(), self.bias)

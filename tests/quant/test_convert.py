@@ -79,7 +79,7 @@ def test_a_channel_of_zeros_gives_its_bias():
 
 
 def test_an_unknown_dtype_lists_the_valid_ones():
-    with pytest.raises(UserError, match=r"'int9'; the valid ones are fp16, bf16, int8, int2"):
+    with pytest.raises(UserError, match=r"'int9'; the valid ones are fp16, bf16, int8, int8wo, int4wo, fp8, int2"):
         quantize(MLP((8, 6, 4)), "int9")
 
 
