@@ -1,4 +1,4 @@
-"""Turn what `qsparse bench gemm --out rows.jsonl` measured into this folder's table and figure."""
+"""Turn what `qsparse bench gemm --out rows.jsonl` and counters.py measured into this folder's tables and figure."""
 
 from __future__ import annotations
 
@@ -13,7 +13,9 @@ from qsparse.bench.harness import geometric_mean
 
 HERE = Path(__file__).parent
 ROWS, README, FIGURE = HERE / "rows.jsonl", HERE / "README.md", HERE / "figure.png"
+COUNTERS = HERE / "counters.jsonl"
 BEGIN, END = "<!-- tables: written by draw.py -->", "<!-- end of the tables -->"
+BEGIN_COUNTERS, END_COUNTERS = "<!-- counters: written by draw.py -->", "<!-- end of the counters -->"
 # What is set against what: dtype, float32's precision, epilogue, and the peer that a user would call.
 GROUPS = {
     "fp16": ("float16", None, "none", "cublas"),
@@ -56,9 +58,46 @@ def tables(rows: list[dict]) -> str:
         if all(three):
             errors = [row["error"] for row in three] + [three[0]["peer_error"]]
             lines.append(f"| {', '.join(map(str, shape))} | " + " | ".join(f"{error:.1e}" for error in errors) + " |")
+    lines += ["", *_epilogues(groups), ""]
     first = rows[0]
-    lines += ["", f"{first['gpu']}, PyTorch {first['torch']}, CUDA {first['cuda']}, {first['date'][:10]}."]
+    lines += [f"{first['gpu']}, PyTorch {first['torch']}, CUDA {first['cuda']}, {first['date'][:10]}."]
     return "\n".join(lines)
+
+
+def _epilogues(groups: dict[str, dict[tuple, dict]]) -> list[str]:
+    """What bias and ReLU add to our plain product, in the mean over the shapes."""
+    lines = []
+    for dtype in ("fp16", "bf16"):
+        plain, fused = groups[dtype], groups[f"{dtype} + bias + ReLU"]
+        ratios = [fused[s]["us"] / plain[s]["us"] for s in plain if s in fused and fused[s]["us"] and plain[s]["us"]]
+        if ratios:
+            lines.append(f"Bias and ReLU add {100 * (geometric_mean(ratios) - 1):.1f} % to our {dtype} product.")
+    return lines
+
+
+def counters(rows: list[dict]) -> str:
+    """A line a shape and library: what the GPU's counters say of the kernel."""
+    head = "kernel | µs | blocks | SMs at work | tensor cores | L1 | L2 | DRAM | L2 to SMs | what its warps wait for"
+    lines = [f"| M, N, K | {head} |", "| --- | --- |" + " ---: |" * 8 + " --- |"]
+    for row in rows:
+        at_work = 100 * row["sm_active_cycles"] / row["elapsed_cycles"]
+        shares = at_work, *(row[f"{part}_percent"] for part in ("tensor", "l1", "l2", "dram"))
+        stalls = {name.removeprefix("stall_"): value for name, value in row.items() if name.startswith("stall_")}
+        longest = sorted(stalls, key=stalls.__getitem__, reverse=True)[:3]
+        cells = (
+            ", ".join(map(str, row["shape"])),
+            "ours" if row["ours"] else "cuBLAS",
+            f"{row['us']:.1f}",
+            f"{row['blocks']:.0f}" + (f" by {row['cluster']:.0f}" if row["cluster"] > 1 else ""),
+            *(f"{share:.0f} %" for share in shares),
+            f"{row['l2_to_sm_bytes'] / 1e6:.1f} MB",
+            ", ".join(f"{name} {stalls[name]:.1f}" for name in longest),
+        )
+        lines.append(f"| {' | '.join(cells)} |")
+    first = rows[0]
+    return "\n".join(
+        [*lines, "", f"{first['gpu']}, PyTorch {first['torch']}, CUDA {first['cuda']}, {first['date'][:10]}."]
+    )
 
 
 def _cell(row: dict | None) -> str:
@@ -90,13 +129,20 @@ def draw(rows: list[dict]) -> None:
     figure.savefig(FIGURE)
 
 
+def _write(begin: str, text: str, end: str) -> None:
+    """Put a text between two marks of the README."""
+    head, rest = README.read_text().split(begin)
+    README.write_text(f"{head}{begin}\n\n{text}\n\n{end}{rest.split(end)[1]}")
+
+
 def main() -> int:
     if not ROWS.exists():
         print(f"Error: no {ROWS.name}; `qsparse bench gemm --out {ROWS}` on a GPU writes it", file=sys.stderr)
         return 2
     rows = [json.loads(line) for line in ROWS.read_text().splitlines()]
-    head, rest = README.read_text().split(BEGIN)
-    README.write_text(f"{head}{BEGIN}\n\n{tables(rows)}\n\n{END}{rest.split(END)[1]}")
+    _write(BEGIN, tables(rows), END)
+    if COUNTERS.exists():
+        _write(BEGIN_COUNTERS, counters([json.loads(line) for line in COUNTERS.read_text().splitlines()]), END_COUNTERS)
     draw(rows)
     return 0
 
