@@ -168,7 +168,7 @@ def test_kernel_says_what_runs():
     assert models.MLP((784, 16, 10)).cpu_kernel() == "gemm:cpu"
     kernel = mixed_model().cpu_kernel()
     assert kernel.startswith("gemm_int8:cpu (")
-    assert kernel.endswith("), spmm_coo:cpu, gemm:cpu")
+    assert kernel.endswith("), spmm_coo:cpu, gemm:cpu, gemm_weight_only:cpu")
 
 
 def test_gradients_reach_every_parameter(device, images):

@@ -4,9 +4,25 @@ from __future__ import annotations
 
 import torch
 
-from qsparse.kernels._face import C_FLOATS, check_same_device, check_tensor, face, rows
+from qsparse.kernels import _gemm_weight_only_sm80
+from qsparse.kernels._face import C_FLOATS, check_same_device, check_tensor, face, matrix, rows
+from qsparse.kernels._load import launch
+from qsparse.kernels.gemm import gemm
 
 _SCALES = (torch.float32, torch.float16)
+_FEW_ROWS = 256  # of x; with more of them floats of the weights, made once, are the faster way
+_BLOCK = 256
+_COLUMNS = 8  # that a thread of gemm_weight_only_simt.cu turns into floats
+
+
+def _instance(dtype: torch.dtype, packed: bool) -> str:
+    return f"gemm_weight_only_simt<{C_FLOATS[dtype]}, {4 if packed else 8}>"
+
+
+SOURCES = {
+    "gemm_weight_only_simt.cu": tuple(_instance(dtype, packed) for dtype in C_FLOATS for packed in (False, True)),
+    _gemm_weight_only_sm80.SOURCE: _gemm_weight_only_sm80.INSTANCES,
+}
 
 
 def pack_int4(q: torch.Tensor) -> torch.Tensor:
@@ -29,8 +45,8 @@ def spread_groups(values: torch.Tensor, group: int | None, k: int) -> torch.Tens
     return values[:, None] if group is None else values.repeat_interleave(group, dim=1)[:, :k]
 
 
-@face({})
-def gemm_weight_only(x, w, scale, bias=None, *, group: int | None = None, relu: bool = False):
+@face(SOURCES)
+def gemm_weight_only(x, w, scale, bias=None, *, group: int | None = None, relu: bool = False, tier: str | None = None):
     """``y = act(x @ (scale * q).T + bias)`` for integer weights ``q``, multiplied as floats.
 
     Parameters
@@ -46,15 +62,22 @@ def gemm_weight_only(x, w, scale, bias=None, *, group: int | None = None, relu: 
         Columns that share a scale; the last group may be short.
     relu : bool
         Replace negative outputs by zero; NaN stays NaN.
+    tier : str, optional
+        "simt" or "sm80": take no other, for tests and measurements.
 
     Returns
     -------
     (M, N), dtype of ``x``, row-major.
 
-    Sums are held in float32. A row of ``x`` that holds NaN or Inf gives NaN or Inf in its own outputs only. Raises
-    TypeError and ValueError naming the argument.
+    Up to 256 rows of float16 or bfloat16 ``x`` are multiplied by the integers themselves, which are read once, and
+    the sums of each group, in float32, by its scale (``sm80``). More rows, float32, and groups of no multiple of 32
+    columns take ``simt``: ``scale * q`` is written out, rounded to the dtype of ``x``, and :func:`qsparse.kernels.gemm`
+    does the rest. Any strides of ``w`` work; rows that start on 16 bytes are read fastest.
+
+    A row of ``x`` that holds NaN or Inf gives NaN or Inf in its own outputs only. Raises TypeError and ValueError
+    naming the argument.
     """
-    if torch.compiler.is_compiling():
+    if torch.compiler.is_compiling() and tier is None:
         return _operator(x, w, scale, bias, group, relu)
     check_tensor("x", x, tuple(C_FLOATS), (None, None))
     k = x.shape[1]
@@ -69,7 +92,49 @@ def gemm_weight_only(x, w, scale, bias=None, *, group: int | None = None, relu: 
     check_same_device(x, w=w, scale=scale, bias=bias)
     if x.device.type == "cpu":
         return _cpu(x, w, scale, bias, group, relu)
-    raise NotImplementedError
+
+    (x, _, ldx), (w, _, ldw) = (matrix(a, k_major=True) for a in (x, w))
+    scale, bias = rows(scale), None if bias is None else rows(bias)
+    possible = ["simt"]
+    if gemm_weight_only.tier(x.device) == "sm80" and _gemm_weight_only_sm80.supports(x, w, group):
+        possible.insert(0 if x.shape[0] <= _FEW_ROWS else 1, "sm80")
+    if tier is not None and tier not in possible:
+        raise ValueError(f"tier {tier!r} is not possible for these arrays on this GPU; {', '.join(possible)} are")
+    if (tier or possible[0]) == "simt":
+        return gemm(x, _dequantized(w, ldw, scale, group, x), bias, relu=relu)
+    y = torch.empty((x.shape[0], n), dtype=x.dtype, device=x.device)
+    _gemm_weight_only_sm80.launch_gemm(x, ldx, w, ldw, scale, group, bias, y, relu=relu)
+    return y
+
+
+def _dequantized(w, ldw: int, scale, group: int | None, x) -> torch.Tensor:
+    """``scale * q`` (N, K) in the dtype of ``x``, its rows on 16 bytes."""
+    n, k, packed = w.shape[0], x.shape[1], w.dtype == torch.uint8
+    ld = -(-k // _COLUMNS) * _COLUMNS
+    out = torch.empty((n, ld), dtype=x.dtype, device=x.device)
+    aligned = (w.data_ptr() | ldw) % 4 == 0
+    launch(
+        x.device,
+        "gemm_weight_only_simt.cu",
+        _instance(x.dtype, packed),
+        "PqiPiqqPqqq",
+        (
+            w.data_ptr(),
+            ldw,
+            aligned,
+            scale.data_ptr(),
+            scale.dtype == torch.float16,
+            1 if group is None else scale.shape[1],
+            group or max(k, 1),
+            out.data_ptr(),
+            ld,
+            n,
+            k,
+        ),
+        grid=-(-n * ld // (_COLUMNS * _BLOCK)),
+        block=_BLOCK,
+    )
+    return out[:, :k]
 
 
 @torch.library.custom_op("qsparse::gemm_weight_only", mutates_args=())

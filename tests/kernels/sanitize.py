@@ -49,6 +49,17 @@ def quantized() -> None:
         kernels.gemm_int8(q, q_w, out_dtype=torch.int64)
 
 
+def weight_only() -> None:
+    for n, k in ((70, 784), (33, 101), (300, 1024)):
+        for dtype in (torch.float16, torch.bfloat16):
+            for m in (1, 9, 17, 40, 65, 300):
+                x, bias = normal(m, k, dtype=dtype), normal(n, dtype=dtype)
+                q = torch.randint(-8, 8, (n, k), dtype=torch.int8, device=DEVICE)
+                kernels.gemm_weight_only(x, q, normal(n), bias, relu=True)
+                packed = torch.randint(0, 256, (n, -(-k // 2)), dtype=torch.uint8, device=DEVICE)
+                kernels.gemm_weight_only(x, packed, normal(n, -(-k // 64)), group=64)
+
+
 def sparse() -> None:
     w = normal(37, 50) * (torch.rand(37, 50, device=DEVICE) < 0.2)
     csr = w.to_sparse_csr()
@@ -67,7 +78,7 @@ def training() -> None:
 
 def main() -> int:
     with _load.launched() as launches:
-        for part in (dense, quantized, sparse, training):
+        for part in (dense, quantized, weight_only, sparse, training):
             part()
         torch.cuda.synchronize()
     print(f"{len(launches)} launches of {len({launch.partition(':')[0] for launch in launches})} sources")

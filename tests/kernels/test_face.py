@@ -31,17 +31,20 @@ def _calls(normal, integers, device) -> dict[str, tuple[tuple, dict]]:
         return normal(*shape).to(torch.float8_e4m3fn).view(torch.uint8).to(device)  # NumPy and CuPy have the bits alone
 
     labels = integers(0, N, M, dtype=torch.int64, device=device)
+    images, weights = integers(0, 256, M, 784, dtype=torch.uint8, device=device), draw(784 * 20 + 20 + 20 * N + N) / 20
     rows_of_w, cols = (integers(0, size, 300, dtype=torch.int32, device=device) for size in (N, K))
     return {
         "bias_relu_grad": ((draw(M, N), draw(M, N)), {}),
         "gemm": ((draw(M, K), draw(N, K), draw(N)), {"relu": True}),
         "gemm_fp8": ((draw_e4m3(M, K), draw_e4m3(N, K), draw(M), draw(N), draw(N)), {}),
         "gemm_int8": ((draw_int8(M, K), draw_int8(N, K), draw(M), draw(N), draw(N)), {}),
+        "gemm_weight_only": ((draw(M, K).half(), draw_int8(N, K), draw(N), draw(N).half()), {"relu": True}),
         "quantize_rows": ((draw(M, K),), {}),
         "sgd": ((draw(M, K), draw(M, K), draw(M, K)), {"lr": 0.1, "momentum": 0.9, "mask": draw(M, K) > 0}),
         "softmax_cross_entropy": ((draw(M, N), labels), {}),
         "spmm_coo": ((draw(M, K), draw(300), rows_of_w, cols, draw(N)), {"shape": (N, K)}),
         "spmm_csr": ((draw(M, K), draw(3 * N), *_csr(device), draw(N)), {"shape": (N, K)}),
+        "train_mlp": ((images, labels, labels[::2].clone(), draw(2).abs(), weights), {"sizes": (784, 20, N), "batch": 20}),
     }
 
 
@@ -56,6 +59,10 @@ def call(name, normal, integers, device):
     return getattr(kernels, name), *_calls(normal, integers, device)[name]
 
 
+# The arguments that a face changes in place, by their position.
+WRITTEN = {kernels.sgd: (0, 2), kernels.train_mlp: (4,)}
+
+
 def convert(value, to):
     return to(value) if isinstance(value, torch.Tensor) else value
 
@@ -64,8 +71,8 @@ def run(function, args, options, to) -> list[torch.Tensor]:
     """Call with every array passed through ``to``; the outputs, or the arguments where they are changed in place."""
     args = tuple(convert(value, to) for value in args)
     result = function(*args, **{key: convert(value, to) for key, value in options.items()})
-    outputs = (args[0], args[2]) if function is kernels.sgd else result
-    return list(outputs) if isinstance(outputs, tuple) else [outputs]
+    outputs = [args[at] for at in WRITTEN[function]] if function in WRITTEN else result
+    return list(outputs) if isinstance(outputs, tuple | list) else [outputs]
 
 
 def expected(function, args, options) -> list[torch.Tensor]:
@@ -115,11 +122,11 @@ NUMPY_LAYOUTS = {
 def test_numpy_in_numpy_out(call, layout, assert_equal):
     function, args, options = call
     reference = expected(*call)
-    if function is kernels.sgd and layout != "plain":
-        written = NUMPY_LAYOUTS["plain"](args[0]), NUMPY_LAYOUTS[layout](args[1]), NUMPY_LAYOUTS["plain"](args[2])
-        mask = NUMPY_LAYOUTS[layout](options["mask"])
-        function(*written, **{**options, "mask": mask})
-        outputs = [written[0], written[2]]
+    if function in WRITTEN and layout != "plain":
+        layouts = ["plain" if at in WRITTEN[function] else layout for at in range(len(args))]
+        given = [NUMPY_LAYOUTS[each](value) for each, value in zip(layouts, args, strict=True)]
+        function(*given, **{key: convert(value, NUMPY_LAYOUTS[layout]) for key, value in options.items()})
+        outputs = [given[at] for at in WRITTEN[function]]
     else:
         outputs = run(*call, NUMPY_LAYOUTS[layout])
     assert len(outputs) == len(reference)
@@ -223,8 +230,8 @@ def test_cupy_negative_strides_and_fortran_order(call, assert_equal):
     function, _, _ = call
     reference = expected(*call)
     for layout in (lambda a: cupy.flip(cupy.flip(a).copy()), cupy.asfortranarray):
-        if function is kernels.sgd:
-            with pytest.raises(ValueError, match=r"^param is changed in place and must be contiguous"):
+        if function in WRITTEN:
+            with pytest.raises(ValueError, match=r"^param\w* is changed in place and must be contiguous"):
                 run(*call, lambda tensor, layout=layout: layout(_to_cupy(tensor)))
             continue
         outputs = run(*call, lambda tensor, layout=layout: layout(_to_cupy(tensor)))

@@ -1,0 +1,311 @@
+// y = act(x · (scale · q)ᵀ + bias) for few rows of x, by cp.async and mma.sync (Ampere and later). The weights q are
+// int8, or int4 packed two to a byte, and are read once: with few rows their bytes are all that costs.
+//
+//   x (M, K) half or bfloat16, rows ldx apart; q (N, K) int8, or (N, ceil(K / 2)) bytes of which column 2 j is the low
+//   half and 2 j + 1 the high one, rows ldw bytes apart; scale (N, groups) float or half, one for each `group` columns,
+//   a multiple of 32 (one group: one scale a row); bias (N,) or null; y (M, N) row-major.
+//
+// The ideas, outermost first:
+//   weights first         q is mma's left operand, 16 outputs high, and x the right one, 8 rows wide: a batch of one
+//                         wastes seven eighths of the products, which are plenty, and none of the bytes.
+//   split K               where there are too few tiles to fill the chip, `split` blocks share one tile and divide K;
+//                         they leave float sums, and a second kernel adds them up in a fixed order.
+//   pipeline              both operands go straight from global to shared memory, STAGES - 1 slices ahead of use. A
+//                         slice holds 128 bytes of each weight row, hence 128 int8 or 256 int4.
+//   exponents             an integer becomes a float by putting its bits under a suitable exponent, two at a time, and
+//                         subtracting that exponent's value: exact, and about one instruction a weight.
+//   columns at will       a sum has no order. So a lane takes the 8 columns that lie side by side in both operands,
+//                         wherever mma thinks they are; only pairs within a register must agree (see int4 below).
+//   scales in float       a group's sum of products of integers is scaled once, in float, and then added.
+
+#include "common/sm80.cuh"
+#include "common/weight_only.cuh"
+
+constexpr int WARP = 32;
+constexpr int ROW = 128;    // bytes of a weight row in a slice
+constexpr int BLOCK = 32;   // columns that a warp multiplies at a time, in two mma
+
+template <int BITS, int BM, int WARPS, int TILES, int STAGES> struct Config {
+    static constexpr int THREADS = WARP * WARPS, BN = WARPS * TILES * 16;
+    static constexpr int BK = ROW * 8 / BITS, X_ROW = BK * 2;
+    static constexpr int W_BYTES = BN * ROW, X_BYTES = BM * X_ROW, STAGE_BYTES = W_BYTES + X_BYTES;
+    static constexpr int BLOCKS = BM <= 16 ? 2 : 1;  // at least so many fit a multiprocessor
+    static_assert(BITS == 8 || BITS == 4, "int8 or int4");
+    static_assert(BM % 8 == 0, "mma is 8 rows of x wide");
+    static_assert(BN * (ROW / 16) % THREADS == 0 && BM * (X_ROW / 16) % THREADS == 0, "all threads copy as much");
+    static_assert(STAGES >= 2, "one slice is on its way while another is multiplied");
+};
+
+// Where chunk (16 bytes) c of a row lies, so that a warp's reads of fragments fall into different banks: 8 rows of q
+// by 4 bytes of one chunk (int4), 4 rows by 32 bytes (int8), or 2 rows of x by 64 bytes.
+template <int BITS> __device__ __forceinline__ int w_place(int row, int c) {
+    return row * ROW + (c ^ (BITS == 4 ? row % 8 : row % 4 * 2)) * 16;
+}
+template <int X_ROW> __device__ __forceinline__ int x_place(int row, int c) { return row * X_ROW + (c ^ row % 2 * 4) * 16; }
+
+// One thread's share of an operand's slice (ROWS rows of CHUNKS chunks): the same chunk of every STEP-th row.
+template <int ROWS, int CHUNKS, int THREADS> struct Loader {
+    static constexpr int STEP = THREADS / CHUNKS, COUNT = ROWS / STEP;
+    static_assert(THREADS % CHUNKS == 0 && ROWS % STEP == 0, "all threads copy the same number of chunks");
+
+    const char* from;  // the thread's first chunk of the coming slice
+    long long stride;  // from one of its rows to the next, in bytes
+    int rows, bytes;   // what is left of the matrix there, in rows and in bytes of a row; none if <= 0
+    int unit;          // 16, 8, 4, 2 or 1 bytes, which divide every address
+    int to;            // the chunk's place in a stage
+
+    __device__ __forceinline__ Loader(const char* a, long long ld, int unit, int row, int rows, int at, int length,
+                                      int to)
+        : from(a + row * ld + at), stride(ld * STEP), rows(rows - row), bytes(length - at), unit(unit), to(to) {}
+
+    // What lies beyond the matrix is not read, and zeros arrive, which add nothing to any sum.
+    __device__ __forceinline__ void copy(char* stage) const {
+        if (unit == 16) {
+            const int valid = min(max(bytes, 0), 16);
+#pragma unroll
+            for (int i = 0; i < COUNT; ++i)
+                asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;" ::"r"(
+                                 shared_address(stage + to + i * STEP * CHUNKS * 16)),
+                             "l"(from + i * stride), "r"(i * STEP < rows ? valid : 0)
+                             : "memory");
+        } else {
+#pragma unroll 1
+            for (int i = 0; i < COUNT; ++i)
+                slow_copy(stage + to + i * STEP * CHUNKS * 16, from + i * stride, i * STEP < rows ? bytes : 0);
+        }
+    }
+
+    __device__ __forceinline__ void slow_copy(char* to, const char* from, int valid) const {
+        if (unit >= 4) {
+#pragma unroll 1
+            for (int b = 0; b < 16; b += 4)
+                asm volatile("cp.async.ca.shared.global [%0], [%1], 4, %2;" ::"r"(shared_address(to + b)),
+                             "l"(from + b), "r"(min(max(valid - b, 0), 4))
+                             : "memory");
+        } else {
+#pragma unroll 1
+            for (int b = 0; b < 16; ++b) to[b] = b < valid ? from[b] : 0;
+        }
+    }
+
+    __device__ __forceinline__ void next() { from += CHUNKS * 16, bytes -= CHUNKS * 16; }
+};
+
+// --- integers to floats -------------------------------------------------------------------------------------------
+
+template <typename T> __device__ __forceinline__ unsigned minus(unsigned a, unsigned b) {
+    using P = typename Pair<T>::type;
+    const P difference = __hsub2(*reinterpret_cast<const P*>(&a), *reinterpret_cast<const P*>(&b));
+    return *reinterpret_cast<const unsigned*>(&difference);
+}
+
+template <int BITS> struct Words;  // eight weights side by side
+template <> struct Words<8> { using type = uint2; };
+template <> struct Words<4> { using type = unsigned; };
+
+// Four int8 as (0, 1) and (2, 3). half: 1024 + u is 0x6400 | u for a u below 1024, here the integer plus 128.
+template <typename T> __device__ __forceinline__ void unpack_four(unsigned q, unsigned& p0, unsigned& p1);
+template <> __device__ __forceinline__ void unpack_four<__half>(unsigned q, unsigned& p0, unsigned& p1) {
+    const unsigned u = q ^ 0x80808080u;
+    p0 = minus<__half>(__byte_perm(u, 0x64646464u, 0x4140), 0x64806480u);  // 1024 + 128
+    p1 = minus<__half>(__byte_perm(u, 0x64646464u, 0x4342), 0x64806480u);
+}
+// bfloat16 has room for seven bits: 128 + u is 0x4300 | u. The eighth, the sign, is worth -128; and 0x4300 with it is
+// 256 where it is set, else 128: just what is to be subtracted.
+template <> __device__ __forceinline__ void unpack_four<__nv_bfloat16>(unsigned q, unsigned& p0, unsigned& p1) {
+    const unsigned a = __byte_perm(q, 0x43434343u, 0x4140), b = __byte_perm(q, 0x43434343u, 0x4342);
+    p0 = minus<__nv_bfloat16>(a & 0xff7fff7fu, a & 0xff80ff80u);
+    p1 = minus<__nv_bfloat16>(b & 0xff7fff7fu, b & 0xff80ff80u);
+}
+
+// Eight int8 as (0, 1), (2, 3), (4, 5) and (6, 7).
+template <typename T> __device__ __forceinline__ void unpack(uint2 q, unsigned (&p)[4]) {
+    unpack_four<T>(q.x, p[0], p[1]);
+    unpack_four<T>(q.y, p[2], p[3]);
+}
+
+// Eight int4 as (0, 4), (1, 5), (2, 6) and (3, 7): the halves of a register are 16 bits apart. Flipping an int4's sign
+// bit adds 8, and one exclusive or does that and sets the exponent. half has room for the odd ones where they are, 16
+// times as large.
+template <typename T> __device__ __forceinline__ void unpack(unsigned q, unsigned (&p)[4]);
+template <> __device__ __forceinline__ void unpack<__half>(unsigned q, unsigned (&p)[4]) {
+    const __half2 sixteenth = __half2half2(__ushort_as_half(0x2c00)), minus72 = __half2half2(__ushort_as_half(0xd480));
+#pragma unroll
+    for (int i = 0; i < 4; i += 2) {
+        p[i] = minus<__half>((q & 0x000f000fu) ^ 0x64086408u, 0x64086408u);  // 1024 + 8
+        const unsigned high = (q & 0x00f000f0u) ^ 0x64806480u;               // 1024 + 16 (8 + the integer)
+        const __half2 pair = __hfma2(*reinterpret_cast<const __half2*>(&high), sixteenth, minus72);
+        p[i + 1] = *reinterpret_cast<const unsigned*>(&pair);
+        q >>= 8;
+    }
+}
+template <> __device__ __forceinline__ void unpack<__nv_bfloat16>(unsigned q, unsigned (&p)[4]) {
+#pragma unroll
+    for (int i = 0; i < 4; ++i)  // 128 + 8
+        p[i] = minus<__nv_bfloat16>((q >> 4 * i & 0x000f000fu) ^ 0x43084308u, 0x43084308u);
+}
+
+// Eight values of x, paired as the weights are.
+__device__ __forceinline__ uint4 paired_like(uint2, uint4 x) { return x; }
+__device__ __forceinline__ uint4 paired_like(unsigned, uint4 x) {
+    return {__byte_perm(x.x, x.z, 0x5410), __byte_perm(x.x, x.z, 0x7632), __byte_perm(x.y, x.w, 0x5410),
+            __byte_perm(x.y, x.w, 0x7632)};
+}
+
+// --- the product --------------------------------------------------------------------------------------------------
+
+template <typename T, int BITS, int BM, int WARPS, int TILES, int STAGES>
+__global__ void __launch_bounds__(Config<BITS, BM, WARPS, TILES, STAGES>::THREADS,
+                                  Config<BITS, BM, WARPS, TILES, STAGES>::BLOCKS)
+gemm_weight_only_sm80(const T* __restrict__ x, long long ldx, int x_unit, const char* __restrict__ w, long long ldw,
+                      int w_unit, const void* __restrict__ scale, int half_scale, int groups, int group,
+                      const T* __restrict__ bias, T* __restrict__ y, float* __restrict__ sums, int M, int N, int K,
+                      int relu, int split) {
+    using C = Config<BITS, BM, WARPS, TILES, STAGES>;
+    extern __shared__ __align__(128) char shared[];
+
+    const int tiles_m = (M + BM - 1) / BM;
+    const int m0 = blockIdx.x % tiles_m * BM;  // neighbours share the weights
+    const int part = blockIdx.x / tiles_m % split, n0 = blockIdx.x / tiles_m / split * C::BN;
+    const int slices = (K + C::BK - 1) / C::BK, share = (slices + split - 1) / split;
+    const int begin = min(part * share, slices), count = min(share, slices - begin);
+    const int rows = min(BM, M - m0);
+
+    constexpr int W_CHUNKS = ROW / 16, X_CHUNKS = C::X_ROW / 16;
+    const int w_row = threadIdx.x / W_CHUNKS, w_chunk = threadIdx.x % W_CHUNKS;
+    const int x_row = threadIdx.x / X_CHUNKS, x_chunk = threadIdx.x % X_CHUNKS;
+    Loader<C::BN, W_CHUNKS, C::THREADS> w_loader(w, ldw, w_unit, n0 + w_row, N, begin * ROW + w_chunk * 16,
+                                                 BITS == 8 ? K : (K + 1) / 2, w_place<BITS>(w_row, w_chunk));
+    Loader<BM, X_CHUNKS, C::THREADS> x_loader(reinterpret_cast<const char*>(x), ldx * 2, x_unit, m0 + x_row, M,
+                                              begin * C::X_ROW + x_chunk * 16, K * 2,
+                                              C::W_BYTES + x_place<C::X_ROW>(x_row, x_chunk));
+
+    const int warp = threadIdx.x / WARP, lane = threadIdx.x % WARP, g = lane / 4, t = lane % 4;
+    const int n_warp = n0 + warp * TILES * 16 + g;  // the lane's first output; the others are 8 apart
+    // Places of chunks differ by an XOR from block to block, places of rows by a sum.
+    const int w_lane = warp * TILES * 16 * ROW + (BITS == 4 ? w_place<4>(g, 0) + t * 4
+                                                            : w_place<8>(g, t / 2) + t % 2 * 8);
+    const int x_lane = C::W_BYTES + x_place<C::X_ROW>(g, t);
+    using Word = typename Words<BITS>::type;  // eight weights
+    Word words[2][TILES][2];
+    uint4 b[2][BM / 8];
+    auto load_block = [&](int buffer, const char* stage, int block) {
+#pragma unroll
+        for (int i = 0; i < TILES; ++i)
+#pragma unroll
+            for (int h = 0; h < 2; ++h)
+                words[buffer][i][h] = *reinterpret_cast<const Word*>(stage + (w_lane ^ block * (BLOCK * BITS / 8)) +
+                                                                     (i * 16 + h * 8) * ROW);
+#pragma unroll
+        for (int j = 0; j < BM / 8; ++j)
+            b[buffer][j] = *reinterpret_cast<const uint4*>(stage + (x_lane ^ block * (BLOCK * 2)) + j * 8 * C::X_ROW);
+    };
+
+    // The coming group's scales are on their way while the present group is multiplied.
+    int group_at = static_cast<int>(static_cast<long long>(begin) * C::BK / group);
+    int left = (group - static_cast<int>(static_cast<long long>(begin) * C::BK % group)) / BLOCK;
+    unsigned next[TILES][2];
+    auto load_scales = [&] {
+#pragma unroll
+        for (int i = 0; i < TILES; ++i)
+#pragma unroll
+            for (int h = 0; h < 2; ++h) {
+                const long long n = min(n_warp + i * 16 + h * 8, N - 1);
+                next[i][h] = scale_bits(scale, half_scale, n * groups + min(group_at, groups - 1));
+            }
+    };
+    load_scales();
+
+    float total[TILES][BM / 8][4] = {}, sum[TILES][BM / 8][4] = {};
+    auto finish_group = [&] {
+#pragma unroll
+        for (int i = 0; i < TILES; ++i)
+#pragma unroll
+            for (int j = 0; j < BM / 8; ++j)
+#pragma unroll
+                for (int e = 0; e < 4; ++e) {
+                    total[i][j][e] = fmaf(scale_of(next[i][e / 2], half_scale), sum[i][j][e], total[i][j][e]);
+                    sum[i][j][e] = 0.0f;
+                }
+    };
+
+    char *reading = shared, *writing = shared;
+    for (int slice = 1 - STAGES; slice < count; ++slice) {  // the first rounds only copy
+        if (slice >= 0) {
+            copy_wait<STAGES - 2>();
+            __syncthreads();  // this slice is here for all, and all are done with the one before: the next to write
+        }
+        if (slice + STAGES - 1 < count) {
+            w_loader.copy(writing), x_loader.copy(writing);
+            w_loader.next(), x_loader.next();
+        }
+        copy_commit();
+        writing = writing == shared + (STAGES - 1) * C::STAGE_BYTES ? shared : writing + C::STAGE_BYTES;
+        if (slice < 0) continue;
+
+        load_block(0, reading, 0);
+#pragma unroll 2
+        for (int block = 0; block < C::BK / BLOCK; ++block) {
+            const int now = block % 2;
+            if (block + 1 < C::BK / BLOCK) load_block(1 - now, reading, block + 1);
+            unsigned q[TILES][2][4];
+#pragma unroll
+            for (int i = 0; i < TILES; ++i)
+#pragma unroll
+                for (int h = 0; h < 2; ++h) unpack<T>(words[now][i][h], q[i][h]);
+#pragma unroll
+            for (int j = 0; j < BM / 8; ++j) {
+                const uint4 pairs = paired_like(words[now][0][0], b[now][j]);
+#pragma unroll
+                for (int i = 0; i < TILES; ++i) {
+                    mma<T>(sum[i][j], {q[i][0][0], q[i][1][0], q[i][0][1], q[i][1][1]}, pairs.x, pairs.y);
+                    mma<T>(sum[i][j], {q[i][0][2], q[i][1][2], q[i][0][3], q[i][1][3]}, pairs.z, pairs.w);
+                }
+            }
+            if (--left == 0) {
+                finish_group();
+                ++group_at;
+                left = group / BLOCK;
+                load_scales();
+            }
+        }
+        reading = reading == shared + (STAGES - 1) * C::STAGE_BYTES ? shared : reading + C::STAGE_BYTES;
+    }
+    finish_group();
+
+#pragma unroll
+    for (int i = 0; i < TILES; ++i)
+#pragma unroll
+        for (int h = 0; h < 2; ++h) {
+            const int n = n_warp + i * 16 + h * 8;
+            if (n >= N) continue;
+            const float offset = bias ? to_float(bias[n]) : 0.0f;
+#pragma unroll
+            for (int j = 0; j < BM / 8; ++j)
+#pragma unroll
+                for (int e = 0; e < 2; ++e) {
+                    const int m = j * 8 + t * 2 + e;
+                    if (m >= rows) continue;
+                    const float value = total[i][j][h * 2 + e];
+                    const long long at = static_cast<long long>(m0 + m) * N + n;
+                    if (split > 1) {
+                        sums[static_cast<long long>(part) * M * N + at] = value;
+                    } else {
+                        y[at] = from_float<T>(relu ? relu_of(value + offset) : value + offset);
+                    }
+                }
+        }
+}
+
+// y = act(the sum of `split` partial products + bias), always added in the same order.
+template <typename T>
+__global__ void __launch_bounds__(256)
+gemm_weight_only_sum(const float* __restrict__ sums, const T* __restrict__ bias, T* __restrict__ y, long long M, int N,
+                     int relu, int split) {
+    const long long size = M * N, i = static_cast<long long>(blockIdx.x) * blockDim.x + threadIdx.x;
+    if (i >= size) return;
+    float sum = 0.0f;
+    for (int part = 0; part < split; ++part) sum += sums[part * size + i];
+    sum += bias ? to_float(bias[i % N]) : 0.0f;
+    y[i] = from_float<T>(relu ? relu_of(sum) : sum);
+}

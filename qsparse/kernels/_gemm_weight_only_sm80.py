@@ -1,0 +1,198 @@
+"""The host side of ``gemm_weight_only_sm80.cu``: which operands it takes, which tile suits a shape, and the launch.
+
+The face of the operation is :mod:`qsparse.kernels.gemm_weight_only`; it hands over what :func:`supports` accepts.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from dataclasses import dataclass
+
+import torch
+
+from qsparse.kernels._face import C_FLOATS
+from qsparse.kernels._load import launch
+
+SOURCE = "gemm_weight_only_sm80.cu"
+_DTYPES = (torch.float16, torch.bfloat16)
+_ROW = 128  # bytes of a weight row in a slice
+_BLOCK = 32  # columns that a warp multiplies at a time: groups of columns are multiples of it
+_SUM_BLOCK = 256
+
+
+@dataclass(frozen=True)
+class Config:
+    """A tile of ``gemm_weight_only_sm80.cu``: ``bm`` rows of x by ``warps * tiles * 16`` outputs a block.
+
+    ``stages`` slices of ``bits``-bit weights, 128 bytes a row, are in flight or in use.
+    """
+
+    bits: int
+    bm: int
+    warps: int
+    tiles: int
+    stages: int
+
+    def __post_init__(self):
+        """Raise ValueError for what the kernel's static assertions would refuse."""
+        threads = 32 * self.warps
+        if self.bits not in (4, 8) or self.bm % 8 or self.stages < 2:
+            raise ValueError(f"not a shape that {SOURCE} has: {self}")
+        if self.bn * _ROW // 16 % threads or self.bm * self.bk // 8 % threads:
+            raise ValueError(f"the threads must share a slice evenly: {self}")
+
+    @property
+    def bn(self) -> int:
+        """Outputs a block."""
+        return self.warps * self.tiles * 16
+
+    @property
+    def bk(self) -> int:
+        """Columns a slice."""
+        return _ROW * 8 // self.bits
+
+    @property
+    def slice_bytes(self) -> int:
+        """Bytes of weights in a slice."""
+        return self.bn * _ROW
+
+    @property
+    def shared(self) -> int:
+        """Dynamic shared memory a block, in bytes."""
+        return self.stages * (self.slice_bytes + self.bm * self.bk * 2)
+
+    def tiles_of(self, m: int, n: int) -> int:
+        """Tiles of an (m, n) product."""
+        return -(-m // self.bm) * -(-n // self.bn)
+
+    def instance(self, dtype: torch.dtype) -> str:
+        """The C++ name of the kernel."""
+        sizes = f"{self.bits}, {self.bm}, {self.warps}, {self.tiles}, {self.stages}"
+        return f"gemm_weight_only_sm80<{C_FLOATS[dtype]}, {sizes}>"
+
+
+CONFIGS = (
+    Config(8, 8, 4, 1, 6),  # 60 KB
+    Config(4, 8, 4, 1, 6),  # 72 KB
+    Config(8, 16, 4, 2, 4),  # 80 KB
+    Config(4, 16, 4, 2, 4),  # 96 KB
+    Config(8, 32, 4, 2, 4),  # 96 KB
+    Config(4, 32, 4, 2, 3),  # 96 KB
+    Config(8, 64, 8, 2, 4),  # 192 KB: 9.0, 10.0
+    Config(4, 64, 8, 2, 3),  # 192 KB
+)
+INSTANCES = (
+    *(config.instance(dtype) for config in CONFIGS for dtype in _DTYPES),
+    *(f"gemm_weight_only_sum<{C_FLOATS[dtype]}>" for dtype in _DTYPES),
+)
+
+
+def supports(x: torch.Tensor, w: torch.Tensor, group: int | None) -> bool:
+    """Whether the kernel can read these operands: any rows, but groups of whole blocks, and nothing empty."""
+    (m, k), n = x.shape, w.shape[0]
+    return (
+        x.dtype in _DTYPES
+        and (group is None or group % _BLOCK == 0)
+        and min(m, n, k) > 0
+        and max(m, n, 2 * k) < 2**31 - 512  # the kernel counts in 32 bits, in bytes along a row
+        and m * n < 2**34
+    )
+
+
+def launch_gemm(
+    x: torch.Tensor,
+    ldx: int,
+    w: torch.Tensor,
+    ldw: int,
+    scale: torch.Tensor,
+    group: int | None,
+    bias: torch.Tensor | None,
+    y: torch.Tensor,
+    *,
+    relu: bool,
+    config: Config | None = None,
+    split: int | None = None,
+) -> None:
+    """Launch ``y = act(x @ (scale * q).T + bias)`` on the device of ``x``; see :func:`supports`.
+
+    Parameters
+    ----------
+    x : (M, K) float16 or bfloat16, contiguous rows ``ldx`` elements apart
+    w : (N, K) int8 or (N, ceil(K / 2)) uint8, contiguous rows ``ldw`` bytes apart
+    scale : (N,) or (N, ceil(K / group)) float32 or float16, row-major
+    group : a multiple of 32, or None
+    bias : (N,) contiguous, dtype of ``x``, or None
+    y : (M, N) row-major, dtype of ``x``
+        Written whole.
+    config, split
+        The tile, and the number of blocks that share a tile and divide K; chosen by shape and device where None.
+    """
+    (m, k), n = x.shape, w.shape[0]
+    bits = 8 if w.dtype == torch.int8 else 4
+    if config is None:
+        config, best_split = choose(bits, m, n, k, *_limits(x.device.index))
+        split = split or best_split
+    split = split or 1
+    sums = torch.empty((split, m, n), dtype=torch.float32, device=x.device) if split > 1 else None
+    sums_address, bias_address = (0 if a is None else a.data_ptr() for a in (sums, bias))
+    groups, group = (1, -(-k // _BLOCK) * _BLOCK) if group is None else (scale.shape[1], group)
+    operands = (x.data_ptr(), ldx, _unit(x, 2 * ldx), w.data_ptr(), ldw, _unit(w, ldw))
+    scales = (scale.data_ptr(), scale.dtype == torch.float16, groups, group)
+    launch(
+        x.device,
+        SOURCE,
+        config.instance(x.dtype),
+        "PqiPqiPiiiPPPiiiii",
+        (*operands, *scales, bias_address, y.data_ptr(), sums_address, m, n, k, relu, split),
+        grid=config.tiles_of(m, n) * split,
+        block=32 * config.warps,
+        shared=config.shared,
+    )
+    if sums is not None:
+        launch(
+            x.device,
+            SOURCE,
+            f"gemm_weight_only_sum<{C_FLOATS[x.dtype]}>",
+            "PPPqiii",
+            (sums_address, bias_address, y.data_ptr(), m, n, relu, split),
+            grid=-(-m * n // _SUM_BLOCK),
+            block=_SUM_BLOCK,
+        )
+
+
+def _unit(a: torch.Tensor, row_bytes: int) -> int:
+    """The largest power of two up to 16 that divides the address of every row."""
+    bits = a.data_ptr() | row_bytes | 16
+    return bits & -bits
+
+
+@functools.cache
+def _limits(device: int) -> tuple[int, int]:
+    """Multiprocessors, and bytes of shared memory that a block may have."""
+    properties = torch.cuda.get_device_properties(device)
+    return properties.multi_processor_count, properties.shared_memory_per_block_optin
+
+
+@functools.lru_cache(maxsize=4096)
+def choose(bits: int, m: int, n: int, k: int, multiprocessors: int, shared_limit: int) -> tuple[Config, int]:
+    """The tile and the split of K with the least time by a rough model of one multiprocessor; only the order counts.
+
+    A multiprocessor reads so many bytes a nanosecond while enough are in flight and eight warps take them apart.
+    """
+    BANDWIDTH, IN_FLIGHT, WARPS, SUM = 32.0, 32 * 1024, 8, 2000.0  # bytes/ns, bytes, -, ns
+
+    def time(candidate: tuple[Config, int]) -> float:
+        config, split = candidate
+        blocks = math.ceil(config.tiles_of(m, n) * split / multiprocessors)
+        resident = min(blocks, (shared_limit + 1024) // (config.shared + 1024))
+        in_flight = resident * (config.stages - 1) * config.slice_bytes
+        rate = BANDWIDTH * min(1.0, in_flight / IN_FLIGHT, resident * config.warps / WARPS)
+        share = math.ceil(math.ceil(k / config.bk) / split)
+        second = SUM + 4 * split * m * n / (BANDWIDTH * multiprocessors) if split > 1 else 0.0
+        return blocks * share * config.slice_bytes / rate + second
+
+    fitting = [config for config in CONFIGS if config.bits == bits and config.shared <= shared_limit]
+    enough = min((config.bm for config in fitting if config.bm >= m), default=max(config.bm for config in fitting))
+    splits = range(1, min(16, -(-k // fitting[0].bk)) + 1)
+    return min(((c, split) for c in fitting if c.bm == enough for split in splits), key=time)
