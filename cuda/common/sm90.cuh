@@ -80,6 +80,14 @@ __device__ __forceinline__ void tma_load_multicast(void* to, const TensorMap* ma
         : "memory");
 }
 
+// Copy plain bytes, a multiple of 16 from and to multiples of 16.
+__device__ __forceinline__ void bulk_load(void* to, const void* from, int bytes, unsigned long long* barrier) {
+    asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(
+                     shared_address(to)),
+                 "l"(from), "r"(bytes), "r"(shared_address(barrier))
+                 : "memory");
+}
+
 __device__ __forceinline__ void tma_store(const TensorMap* map, const void* from, int inner, int outer) {
     asm volatile("cp.async.bulk.tensor.2d.global.shared::cta.bulk_group [%0, {%2, %3}], [%1];" ::"l"(map),
                  "r"(shared_address(from)), "r"(inner), "r"(outer)
@@ -130,6 +138,26 @@ __device__ __forceinline__ uint4 cluster_load(const uint4* p, unsigned rank) {
     return v;
 }
 
+// The same place in block `rank`'s shared memory, as an address for the whole cluster.
+__device__ __forceinline__ unsigned cluster_address(const void* p, unsigned rank) {
+    unsigned remote;
+    asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(remote) : "r"(shared_address(p)), "r"(rank));
+    return remote;
+}
+
+// Store into another block's shared memory, without waiting; the barrier there counts the bytes as they arrive.
+__device__ __forceinline__ void cluster_send(unsigned to, float a, float b, unsigned barrier) {
+    asm volatile("st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.v2.f32 [%0], {%1, %2}, [%3];" ::"r"(to),
+                 "f"(a), "f"(b), "r"(barrier)
+                 : "memory");
+}
+__device__ __forceinline__ void cluster_send(unsigned to, uint4 v, unsigned barrier) {
+    asm volatile("st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.v4.b32 [%0], {%1, %2, %3, %4}, [%5];" ::"r"(
+                     to),
+                 "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w), "r"(barrier)
+                 : "memory");
+}
+
 template <int REGISTERS> __device__ __forceinline__ void give_registers() {
     asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(REGISTERS));
 }
@@ -159,6 +187,13 @@ __device__ __forceinline__ void stmatrix_x4(void* to, unsigned a, unsigned b, un
     asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(shared_address(to)), "r"(a),
                  "r"(b), "r"(c), "r"(d)
                  : "memory");
+}
+
+// Turn an 8 x 8 matrix of halves that lies in the warp's registers as ldmatrix leaves it.
+__device__ __forceinline__ unsigned transposed(unsigned v) {
+    unsigned result;
+    asm volatile("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;" : "=r"(result) : "r"(v));
+    return result;
 }
 
 // --- wgmma --------------------------------------------------------------------------------------------------------

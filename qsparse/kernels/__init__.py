@@ -18,6 +18,7 @@ from qsparse.kernels.sgd import sgd
 from qsparse.kernels.softmax_cross_entropy import softmax_cross_entropy
 from qsparse.kernels.spmm_coo import spmm_coo
 from qsparse.kernels.spmm_csr import spmm_csr
+from qsparse.kernels.train_mlp import train_mlp
 
 __all__ = [
     "FACES",
@@ -32,6 +33,7 @@ __all__ = [
     "softmax_cross_entropy",
     "spmm_coo",
     "spmm_csr",
+    "train_mlp",
 ]
 
 FACES = tuple(__all__[1:])

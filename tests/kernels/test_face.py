@@ -31,7 +31,7 @@ def _calls(normal, integers, device) -> dict[str, tuple[tuple, dict]]:
         return normal(*shape).to(torch.float8_e4m3fn).view(torch.uint8).to(device)  # NumPy and CuPy have the bits alone
 
     labels = integers(0, N, M, dtype=torch.int64, device=device)
-    images, weights = integers(0, 256, M, 784, dtype=torch.uint8, device=device), draw(784 * 20 + 20 + 20 * N + N) / 20
+    images, weights = integers(0, 256, M, 784, dtype=torch.uint8, device=device), draw(784 * 20 + 20 + 210) / 20
     rows_of_w, cols = (integers(0, size, 300, dtype=torch.int32, device=device) for size in (N, K))
     return {
         "bias_relu_grad": ((draw(M, N), draw(M, N)), {}),
@@ -44,7 +44,7 @@ def _calls(normal, integers, device) -> dict[str, tuple[tuple, dict]]:
         "softmax_cross_entropy": ((draw(M, N), labels), {}),
         "spmm_coo": ((draw(M, K), draw(300), rows_of_w, cols, draw(N)), {"shape": (N, K)}),
         "spmm_csr": ((draw(M, K), draw(3 * N), *_csr(device), draw(N)), {"shape": (N, K)}),
-        "train_mlp": ((images, labels, labels[::2].clone(), draw(2).abs(), weights), {"sizes": (784, 20, N), "batch": 20}),
+        "train_mlp": ((images, labels % 10, labels[::2].clone(), draw(2), weights), {"sizes": (784, 20, 10), "batch": 20}),
     }
 
 

@@ -1,0 +1,182 @@
+"""Training steps against their oracle: every shape of network, a batch that ends early, the same bits twice."""
+
+import numpy as np
+import pytest
+import torch
+
+from qsparse import kernels
+from qsparse.kernels.train_mlp import fits
+from qsparse.oracles.train_mlp import train_mlp as oracle
+
+RECIPES = [{}, {"momentum": 0.9}, {"weight_decay": 0.01}, {"momentum": 0.5, "weight_decay": 0.1}]
+PIXELS = {"scale": 1 / (255 * 0.3081), "shift": -0.1307 / 0.3081}
+
+
+@pytest.fixture
+def problem(integers, normal):
+    """``problem(sizes, rows, batch, momentum)``: arguments and options of a call, on the CPU."""
+
+    def draw(sizes: tuple[int, ...], rows: int, batch: int, momentum: float = 0.0, images: int = 200):
+        ink = integers(0, 256, images, sizes[0], dtype=torch.uint8)
+        pixels = torch.where(integers(0, 5, images, sizes[0]) == 0, ink, 0)  # as digits: mostly background
+        parameters = [(normal(n, k) / k**0.5, 0.1 * normal(n)) for k, n in zip(sizes, sizes[1:], strict=False)]
+        flat = torch.cat([part.flatten() for layer in parameters for part in layer])
+        steps = -(-rows // batch)
+        return (
+            pixels,
+            integers(0, sizes[-1], images, dtype=torch.int64),
+            integers(0, images, rows, dtype=torch.int64),
+            0.02 + 0.01 * normal(steps).abs(),
+            flat,
+            0.01 * normal(len(flat)) if momentum else None,
+        ), {"sizes": sizes, "batch": batch, "momentum": momentum, **PIXELS}
+
+    return draw
+
+
+def to(arguments: tuple, device) -> list:
+    return [None if value is None else value.to(device, copy=True) for value in arguments]
+
+
+def check(arguments, options, device, to_numpy, tolerance=2e-5, **more) -> list:
+    """Run, and compare losses, the way of the parameters and their velocities with the oracle's."""
+    losses, parameters, velocities = oracle(*map(to_numpy, arguments), **options)
+    given = to(arguments, device)
+    found = kernels.train_mlp(*given, **options, **more)
+    before = to_numpy(arguments[4])
+    pairs = [(found, losses), (given[4].double().cpu() - arguments[4], parameters - before)]
+    if given[5] is not None:
+        pairs.append((given[5], velocities))
+    for ours, reference in pairs:
+        ours = to_numpy(ours)
+        assert ours.shape == reference.shape
+        assert np.linalg.norm(reference) > 0
+        assert np.linalg.norm(ours - reference) < tolerance * np.linalg.norm(reference)
+    return [found, *given[4:]]
+
+
+@pytest.mark.parametrize("recipe", RECIPES, ids=str)
+@pytest.mark.parametrize(
+    ("sizes", "rows", "batch"),
+    [
+        ((784, 256, 10), 64 * 5, 64),
+        ((784, 256, 10), 64 * 9 + 17, 64),
+        ((784, 1, 10), 100, 10),
+        ((784, 37, 16), 3 * 33 + 1, 33),
+        ((784, 250, 2), 40, 64),
+        ((784, 16, 3), 5, 2),
+        ((784, 10), 70, 32),
+        ((784, 48, 33, 20, 10), 70, 32),
+        ((20, 30, 5), 70, 100),
+        ((784, 300, 10), 130, 128),
+    ],
+    ids=str,
+)
+def test_matches_the_oracle(device, sizes, rows, batch, recipe, problem, to_numpy):
+    arguments, options = problem(sizes, rows, batch, recipe.get("momentum", 0.0))
+    check(arguments, {**options, **recipe}, device, to_numpy)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("momentum", [0.0, 0.9])
+def test_rounded_operands_are_as_near_as_11_bits_allow(momentum, problem, to_numpy):
+    arguments, options = problem((784, 256, 10), 64 * 5, 64, momentum)
+    check(arguments, options, "cuda", to_numpy, tolerance=4e-3, precision="high")
+    with pytest.raises(AssertionError):  # it does round
+        check(arguments, options, "cuda", to_numpy, tolerance=2e-5, precision="high")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("precision", ["highest", "high"])
+def test_two_runs_have_the_same_bits(precision, problem):
+    arguments, options = problem((784, 256, 10), 64 * 300 + 5, 64, 0.9)
+    first, second = to(arguments, "cuda"), to(arguments, "cuda")
+    losses = [kernels.train_mlp(*each, **options, precision=precision) for each in (first, second)]
+    assert torch.equal(*losses)
+    assert torch.equal(first[4], second[4])
+    assert torch.equal(first[5], second[5])
+
+
+def test_two_calls_are_one(device, problem):
+    """Nothing is kept but what the arguments hold: so a run that was interrupted goes on with the same bits."""
+    arguments, options = problem((784, 64, 10), 64 * 6, 64, 0.9)
+    whole, halves = to(arguments, device), to(arguments, device)
+    losses = kernels.train_mlp(*whole, **options)
+    images, labels, order, rates, *state = halves
+    parts = [
+        kernels.train_mlp(images, labels, order[part], rates[steps], *state, **options)
+        for part, steps in ((slice(0, 192), slice(0, 3)), (slice(192, None), slice(3, None)))
+    ]
+    assert torch.equal(torch.cat(parts), losses)
+    assert torch.equal(whole[4], halves[4])
+    assert torch.equal(whole[5], halves[5])
+
+
+def test_one_image_again_and_again_is_learnt(device, problem):
+    arguments, options = problem((784, 32, 10), 40, 1)
+    images, labels, order, rates, parameters, _ = to(arguments, device)
+    losses = kernels.train_mlp(images, labels, order * 0 + 3, rates, parameters, **options)
+    assert losses[-1] < 0.1 * losses[0]
+
+
+def test_no_rows_change_nothing(device, problem):
+    arguments, options = problem((784, 32, 10), 0, 8)
+    given = to(arguments, device)
+    assert kernels.train_mlp(*given, **options).shape == (0,)
+    assert torch.equal(given[4].cpu(), arguments[4])
+
+
+def test_a_label_that_is_none_gives_nan_in_its_row(device, problem):
+    arguments, options = problem((784, 32, 10), 20, 20)
+    for bad in (10, -1, 2**32 + 1):
+        given = to(arguments, device)
+        given[2] = torch.arange(20, device=device)
+        given[1][7] = bad
+        assert kernels.train_mlp(*given, **options).isnan().nonzero().flatten().tolist() == [7]
+
+
+@pytest.mark.parametrize("layer", [0, 1])
+def test_nan_in_one_weight_reaches_the_losses(device, layer, problem):
+    arguments, options = problem((784, 32, 10), 20, 20)
+    arguments[4][[5, 784 * 32 + 32 + 3][layer]] = torch.nan
+    assert kernels.train_mlp(*to(arguments, device), **options).isnan().all()
+
+
+@pytest.mark.gpu
+def test_what_fits_takes_one_launch():
+    cuda = torch.device("cuda", 0)
+    if kernels.train_mlp.tier(cuda) != "sm90":
+        pytest.skip("needs a Hopper card")
+    assert fits((784, 256, 10), 64, cuda)
+    for sizes, batch in [((784, 257, 10), 64), ((784, 256, 17), 64), ((784, 256, 10), 65), ((784, 10), 8)]:
+        assert not fits(sizes, batch, cuda)
+
+
+def test_refuses_what_does_not_fit(device, problem):
+    arguments, options = problem((20, 8, 3), 12, 4, 0.9)
+    images, labels, order, rates, parameters, velocities = to(arguments, device)
+
+    def call(*given, **changed):
+        whole = given + (images, labels, order, rates, parameters, velocities)[len(given) :]
+        kernels.train_mlp(*whole, **{**options, **changed})
+
+    with pytest.raises(TypeError, match=r"^images must be uint8, got float32"):
+        call(images.float())
+    with pytest.raises(ValueError, match=r"^labels must have shape \(200,\), got \(3,\)"):
+        call(images, labels[:3])
+    with pytest.raises(TypeError, match=r"^order must be int64, got int32"):
+        call(images, labels, order.int())
+    with pytest.raises(ValueError, match=r"^rates must have shape \(3,\), got \(2,\)"):
+        call(images, labels, order, rates[:2])
+    with pytest.raises(ValueError, match=r"^parameters must have shape \(195,\), got \(194,\)"):
+        call(images, labels, order, rates, parameters[:-1])
+    with pytest.raises(ValueError, match=r"^parameters is changed in place and must be contiguous"):
+        call(images, labels, order, rates, torch.zeros(390, device=device)[::2])
+    with pytest.raises(ValueError, match=r"^momentum is 0\.9, so velocities are needed"):
+        call(images, labels, order, rates, parameters, None)
+    with pytest.raises(ValueError, match=r"^sizes must be two widths or more, the first one that of images \(20\)"):
+        call(sizes=(21, 8, 3))
+    with pytest.raises(ValueError, match=r"^batch must be at least 1, got 0"):
+        call(batch=0)
+    with pytest.raises(ValueError, match=r"^precision must be one of highest, high, got 'tf32'"):
+        call(precision="tf32")
