@@ -6,92 +6,11 @@
 //   Lines of x and w start on 16 bytes and are whole 16-byte chunks long: K % 8 == 0 for a K-major operand, for a
 //   transposed one M % 8 == 0 or N % 8 == 0.
 //
-// The ideas, outermost first:
-//   tiles and groups      a block computes a BM x BN tile of y. Blocks are numbered down groups of neighbouring tile
-//                         rows, so that those that run together share their operands in L2.
-//   split K               where there are too few tiles to fill the chip, `split` blocks share one tile and divide K;
-//                         they leave float sums, and a second kernel adds them up in a fixed order.
-//   pipeline              slices of BK go straight from global to shared memory, STAGES - 1 of them ahead of use.
-//   warp tiles            a warp owns WM x WN of the tile in registers. Each 16 x 16 fragment, one ldmatrix, serves
-//                         WM / 16 or WN / 8 products; the fragments of the next 16 of K load while those of this one
-//                         multiply, across the border of two slices too, so the tensor cores wait for neither.
-//   transposed operands   stay as they are in shared memory: ldmatrix.trans turns each 8 x 8 block as it loads it.
-//   wide stores           a warp turns its tile in shared memory, so that it leaves in whole lines of 16 bytes a lane.
+// common/sm80_tile.cuh has the product and says how it is made fast. The blocks that share a tile, where K is split, leave
+// float sums, and a second kernel adds them up in a fixed order. Else a warp turns its tile in shared memory, so that it
+// leaves in whole lines of 16 bytes a lane.
 
-#include "common/sm80.cuh"
-
-constexpr int WARP = 32;
-constexpr int CHUNK = 8;  // elements in the 16 bytes of one copy
-
-template <int BM, int BN, int BK, int WM, int WN, int STAGES> struct Config {
-    static constexpr int WARPS_N = BN / WN, WARPS = BM / WM * WARPS_N, THREADS = WARP * WARPS;
-    static constexpr int X_BYTES = BM * BK * 2, W_BYTES = BN * BK * 2, STAGE_BYTES = X_BYTES + W_BYTES;
-    static constexpr int STEPS = BK / 16;  // products along K in a slice
-    static constexpr int BLOCKS = THREADS >= 256 ? 1 : 256 / THREADS;  // at least so many fit a multiprocessor
-    static_assert(BM % WM == 0 && BN % WN == 0, "warp tiles divide the tile");
-    static_assert(WM % 16 == 0 && WM <= 64 && WN % 32 == 0 && WN <= 64, "a warp tile is at most one swizzle period");
-    static_assert(BK == 32 || BK == 64, "a slice has an even number of steps and is at most one swizzle period");
-    static_assert(STAGES >= 3, "while one stage multiplies, the next has arrived and a third is on its way");
-    static_assert(BM * BN * 2 <= STAGES * STAGE_BYTES, "y leaves through the stages' memory");
-};
-
-// One thread's share of an operand's slice (ROWS of M or N, BK of K): a chunk at the same place of every STEP-th line.
-template <bool K_MAJOR, int ROWS, int BK, int THREADS> struct Loader {
-    static constexpr int LINES = K_MAJOR ? ROWS : BK, BYTES = (K_MAJOR ? BK : ROWS) * 2;
-    static constexpr int CHUNKS = BYTES / 16, STEP = THREADS / CHUNKS, COUNT = LINES / STEP;
-    static_assert(THREADS % CHUNKS == 0 && LINES % STEP == 0, "all threads copy the same number of chunks");
-    static_assert(STEP % 8 == 0, "a thread's lines are swizzled alike");
-
-    const char* from;   // the thread's first chunk of the coming slice
-    long long stride;   // from one of its lines to the next, in bytes
-    long long advance;  // from slice to slice, in bytes
-    int lines, inner;   // what is left of the matrix there, in lines, and in elements along a line; none if <= 0
-    int to;             // the chunk's place in a stage
-
-    template <typename T>
-    __device__ __forceinline__ Loader(const T* a, long long ld, int row, int rows, int k, int K) {
-        const int line = threadIdx.x / CHUNKS, chunk = threadIdx.x % CHUNKS;
-        const int first_line = (K_MAJOR ? row : k) + line, first = (K_MAJOR ? k : row) + chunk * CHUNK;
-        from = reinterpret_cast<const char*>(a + first_line * ld + first);
-        stride = ld * (STEP * 2);
-        advance = K_MAJOR ? BK * 2 : ld * (BK * 2);
-        lines = (K_MAJOR ? rows : K) - first_line;
-        inner = (K_MAJOR ? K : rows) - first;
-        to = swizzled<BYTES>(line, chunk);
-    }
-
-    // Copy part PART of PARTS. Beyond the matrix nothing is read, and zeros arrive, which add nothing to any sum.
-    template <int PARTS> __device__ __forceinline__ void copy(unsigned tile, int part) const {
-#pragma unroll
-        for (int i = 0; i < COUNT; ++i)
-            if (i * PARTS / COUNT == part)
-                copy_async(tile + to + i * STEP * BYTES, from + i * stride, i * STEP < lines && inner > 0);
-    }
-
-    __device__ __forceinline__ void next() {
-        from += advance;
-        (K_MAJOR ? inner : lines) -= BK;
-    }
-};
-
-// Where a lane finds a warp's fragments of an operand in a slice: 16 x 16 elements each, as four 8 x 8 matrices in
-// the order of mma's registers. For x that is rows first, then K; for w, two 16 x 8 operands side by side, K first.
-template <bool K_MAJOR, bool K_FIRST, int ROWS, int BK> struct Fragments {
-    static constexpr int BYTES = (K_MAJOR ? BK : ROWS) * 2;
-    int lane_at;
-
-    __device__ __forceinline__ explicit Fragments(int row) {
-        const int lane = threadIdx.x % WARP, within = lane % 8, odd = lane / 8 % 2, high = lane / 16;
-        const int r = K_FIRST ? high : odd, k = K_FIRST ? odd : high;  // which half of the 16 x 16 the lane points at
-        lane_at = K_MAJOR ? swizzled<BYTES>(row + r * 8 + within, k) : swizzled<BYTES>(k * 8 + within, row / CHUNK + r);
-    }
-
-    // 16 further along a line is two chunks, an XOR; 16 lines further are swizzled alike, a sum.
-    __device__ __forceinline__ void load(unsigned (&r)[4], unsigned tile, int row_tile, int k_tile) const {
-        const int along = K_MAJOR ? k_tile : row_tile, across = K_MAJOR ? row_tile : k_tile;
-        load_matrices<!K_MAJOR>(r, tile + (lane_at ^ along * 32) + across * 16 * BYTES);
-    }
-};
+#include "common/sm80_tile.cuh"
 
 template <typename T> __device__ __forceinline__ unsigned pack(float low, float high) {
     const auto pair = pair_from<T>(low, high);
@@ -99,85 +18,25 @@ template <typename T> __device__ __forceinline__ unsigned pack(float low, float 
 }
 
 template <typename T, bool X_K, bool W_K, int BM, int BN, int BK, int WM, int WN, int STAGES>
-__global__ void __launch_bounds__(Config<BM, BN, BK, WM, WN, STAGES>::THREADS,
-                                  Config<BM, BN, BK, WM, WN, STAGES>::BLOCKS)
+__global__ void __launch_bounds__(Config<T, BM, BN, BK, WM, WN, STAGES>::THREADS,
+                                  Config<T, BM, BN, BK, WM, WN, STAGES>::BLOCKS)
 gemm_sm80(const T* __restrict__ x, long long ldx, const T* __restrict__ w, long long ldw, const T* __restrict__ bias,
           T* __restrict__ y, float* __restrict__ sums, int M, int N, int K, float alpha, int relu, int group,
           int split) {
-    using C = Config<BM, BN, BK, WM, WN, STAGES>;
+    using C = Config<T, BM, BN, BK, WM, WN, STAGES>;
+    static_assert(BM * BN * 2 <= STAGES * C::STAGE_BYTES, "y leaves through the stages' memory");
+    constexpr int CHUNK = C::CHUNK;
     extern __shared__ __align__(128) char shared[];
-    const unsigned stages = shared_address(shared);
 
-    const int tiles_m = (M + BM - 1) / BM, tiles_n = (N + BN - 1) / BN;
-    const int tile = blockIdx.x / split, part = blockIdx.x % split;
-    const int first = tile / (group * tiles_n) * group;  // groups of `group` tile rows, walked column by column
-    const int height = min(group, tiles_m - first);
-    const int within = tile % (group * tiles_n);
-    const int m0 = (first + within % height) * BM, n0 = within / height * BN;
-
-    const int slices = (K + BK - 1) / BK, share = (slices + split - 1) / split;
-    const int begin = part * share, count = min(share, slices - begin);  // none if <= 0
-
-    Loader<X_K, BM, BK, C::THREADS> x_loader(x, ldx, m0, M, begin * BK, K);
-    Loader<W_K, BN, BK, C::THREADS> w_loader(w, ldw, n0, N, begin * BK, K);
-#pragma unroll
-    for (int s = 0; s < STAGES - 1; ++s) {
-        x_loader.template copy<1>(stages + s * C::STAGE_BYTES, 0);
-        w_loader.template copy<1>(stages + s * C::STAGE_BYTES + C::X_BYTES, 0);
-        copy_commit();
-        x_loader.next(), w_loader.next();
-    }
-
-    const int warp = threadIdx.x / WARP, lane = threadIdx.x % WARP;
-    const int m_warp = warp / C::WARPS_N * WM, n_warp = warp % C::WARPS_N * WN;
-    const Fragments<X_K, false, BM, BK> x_fragments(m_warp);
-    const Fragments<W_K, true, BN, BK> w_fragments(n_warp);
-    unsigned a[2][WM / 16][4], b[2][WN / 16][4];
-    auto load_fragments = [&](int buffer, unsigned stage, int k) {
-#pragma unroll
-        for (int i = 0; i < WM / 16; ++i) x_fragments.load(a[buffer][i], stage, i, k);
-#pragma unroll
-        for (int j = 0; j < WN / 16; ++j) w_fragments.load(b[buffer][j], stage + C::X_BYTES, j, k);
-    };
-
+    const Block<C> block(M, N, K, group, split);
     float acc[WM / 16][WN / 8][4] = {};
-    copy_wait<STAGES - 2>();
-    __syncthreads();
-    load_fragments(0, stages, 0);
-    unsigned reading = stages, writing = stages + (STAGES - 1) * C::STAGE_BYTES;
-    for (int slice = 0; slice < count; ++slice) {
-#pragma unroll
-        for (int k = 0; k < C::STEPS; ++k) {
-            if (k == C::STEPS - 1) {
-                // The next slice has arrived, for all threads; and all have read the last of this one, whose stage
-                // the coming round writes.
-                copy_wait<STAGES - 2>();
-                __syncthreads();
-                writing = reading;
-                reading += C::STAGE_BYTES;
-                if (reading == stages + STAGES * C::STAGE_BYTES) reading = stages;
-            }
-            load_fragments((k + 1) % 2, reading, (k + 1) % C::STEPS);
-            if (k < C::STEPS - 1) {  // beyond the last slice these copies read nothing
-                x_loader.template copy<C::STEPS - 1>(writing, k);
-                w_loader.template copy<C::STEPS - 1>(writing + C::X_BYTES, k);
-            }
-            if (k == C::STEPS - 2) {
-                copy_commit();
-                x_loader.next(), w_loader.next();
-            }
-#pragma unroll
-            for (int j = 0; j < WN / 8; ++j)
-#pragma unroll
-                for (int i = 0; i < WM / 16; ++i)  // to and fro, so that neighbouring products share an operand
-                    mma<T>(acc[j % 2 ? WM / 16 - 1 - i : i][j], a[k % 2][j % 2 ? WM / 16 - 1 - i : i],
-                           b[k % 2][j / 2][j % 2 * 2], b[k % 2][j / 2][j % 2 * 2 + 1]);
-        }
-    }
+    multiply<T, X_K, W_K>(acc, block, x, ldx, w, ldw, M, N, K, shared_address(shared));
 
+    const int m0 = block.m0, n0 = block.n0, m_warp = block.m_warp, n_warp = block.n_warp;
+    const int warp = threadIdx.x / WARP, lane = threadIdx.x % WARP;
     const int g = lane / 4, t = lane % 4;
     if (split > 1) {
-        const long long rows = static_cast<long long>(part) * M;
+        const long long rows = static_cast<long long>(block.part) * M;
 #pragma unroll
         for (int i = 0; i < WM / 16; ++i)
 #pragma unroll

@@ -66,3 +66,17 @@ __device__ __forceinline__ void mma<__nv_bfloat16>(float (&d)[4], const unsigned
     QSPARSE_MMA("bf16");
 }
 #undef QSPARSE_MMA
+
+// The same of 8-bit integers, d (16 x 8) += a (16 x 32) · b (32 x 8): a register holds four neighbours along K where it
+// held two. T is the type of a; b is signed.
+#define QSPARSE_MMA(TYPE) \
+    asm volatile("mma.sync.aligned.m16n8k32.row.col.s32." TYPE \
+                 ".s8.s32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};" \
+                 : "+r"(d[0]), "+r"(d[1]), "+r"(d[2]), "+r"(d[3]) \
+                 : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1))
+template <typename T>
+__device__ __forceinline__ void mma(int (&d)[4], const unsigned (&a)[4], unsigned b0, unsigned b1) {
+    if constexpr (is_same<T, signed char>) QSPARSE_MMA("s8");
+    else QSPARSE_MMA("u8");
+}
+#undef QSPARSE_MMA

@@ -18,15 +18,16 @@ SOURCE = "gemm_sm80.cu"
 _DTYPES = (torch.float16, torch.bfloat16)
 _BOOL = ("false", "true")
 _CHUNK = 8  # elements in the 16 bytes that one copy moves
-_GROUP_ROWS = 2048  # rows of y that blocks running together cover: 132 tiles of 128 x 256 are then about square
+GROUP_ROWS = 2048  # rows of y that blocks running together cover: 132 tiles of 128 x 256 are then about square
 _SUM_BLOCK = 256
 
 
 @dataclass(frozen=True)
 class Config:
-    """A tile of ``gemm_sm80.cu``: ``bm x bn`` of y a block, ``wm x wn`` a warp, ``stages`` slices of ``bk`` in flight.
+    """A tile of ``sm80_tile.cuh``: ``bm x bn`` of y a block, ``wm x wn`` a warp, ``stages`` slices of ``bk`` in flight.
 
-    ``speed`` is the rate of a multiprocessor full of such blocks, relative to the fastest tile's.
+    ``size`` is that of an element in bytes, ``speed`` the rate of a multiprocessor full of such blocks, relative to
+    the fastest tile's.
     """
 
     bm: int
@@ -36,14 +37,16 @@ class Config:
     wn: int
     stages: int
     speed: float = 1.0
+    size: int = 2
 
     def __post_init__(self):
         """Raise ValueError for what the kernel's static assertions would refuse."""
         if self.bm % self.wm or self.bn % self.wn:
             raise ValueError(f"warp tiles must divide the tile: {self}")
-        if self.wm % 16 or self.wn % 32 or max(self.wm, self.wn) > 64 or self.bk not in (32, 64) or self.stages < 3:
-            raise ValueError(f"not a shape that gemm_sm80.cu has: {self}")
-        if self.bm * self.bn * 2 > self.shared:
+        depth = self.bk * self.size
+        if self.wm % 16 or self.wn % 32 or max(self.wm, self.wn) > 64 or depth not in (64, 128) or self.stages < 3:
+            raise ValueError(f"not a shape that sm80_tile.cuh has: {self}")
+        if self.epilogue > self.shared:
             raise ValueError(f"y does not fit the stages' memory: {self}")
 
     @property
@@ -54,7 +57,12 @@ class Config:
     @property
     def shared(self) -> int:
         """Dynamic shared memory a block, in bytes."""
-        return self.stages * (self.bm + self.bn) * self.bk * 2
+        return self.stages * (self.bm + self.bn) * self.bk * self.size
+
+    @property
+    def epilogue(self) -> int:
+        """Bytes of shared memory that the epilogue needs, of those that the slices leave."""
+        return self.bm * self.bn * 2
 
     def tiles(self, m: int, n: int) -> int:
         """Tiles of an (m, n) product."""
@@ -62,8 +70,12 @@ class Config:
 
     def instance(self, dtype: torch.dtype, x_k_major: bool, w_k_major: bool) -> str:
         """The C++ name of the kernel."""
-        sizes = f"{self.bm}, {self.bn}, {self.bk}, {self.wm}, {self.wn}, {self.stages}"
-        return f"gemm_sm80<{C_FLOATS[dtype]}, {_BOOL[x_k_major]}, {_BOOL[w_k_major]}, {sizes}>"
+        return f"gemm_sm80<{C_FLOATS[dtype]}, {_BOOL[x_k_major]}, {_BOOL[w_k_major]}, {self.sizes}>"
+
+    @property
+    def sizes(self) -> str:
+        """The template arguments that they all have."""
+        return f"{self.bm}, {self.bn}, {self.bk}, {self.wm}, {self.wn}, {self.stages}"
 
 
 # Speeds are estimates, not yet measured.
@@ -135,7 +147,7 @@ def launch_gemm(
     """
     (m, k), n = x.shape, w.shape[0]
     if config is None:
-        config, best_split = choose(m, n, k, *_limits(x.device.index))
+        config, best_split = choose(m, n, k, *limits(x.device.index))
         split = split or best_split
     split = split or 1
     sums = torch.empty((split, m, n), dtype=torch.float32, device=x.device) if split > 1 else None
@@ -146,7 +158,7 @@ def launch_gemm(
         SOURCE,
         config.instance(x.dtype, x_k_major, w_k_major),
         "PqPqPPPiiifiii",
-        (*operands, m, n, k, alpha, relu, group or max(1, _GROUP_ROWS // config.bm), split),
+        (*operands, m, n, k, alpha, relu, group or max(1, GROUP_ROWS // config.bm), split),
         grid=config.tiles(m, n) * split,
         block=32 * config.warps,
         shared=config.shared,
@@ -164,30 +176,38 @@ def launch_gemm(
 
 
 @functools.cache
-def _limits(device: int) -> tuple[int, int]:
+def limits(device: int) -> tuple[int, int]:
     """Multiprocessors, and bytes of shared memory that a block may have."""
     properties = torch.cuda.get_device_properties(device)
     return properties.multi_processor_count, properties.shared_memory_per_block_optin
 
 
 @functools.lru_cache(maxsize=4096)
-def choose(m: int, n: int, k: int, multiprocessors: int, shared_limit: int) -> tuple[Config, int]:
+def choose(
+    m: int,
+    n: int,
+    k: int,
+    multiprocessors: int,
+    shared_limit: int,
+    configs: tuple[Config, ...] = CONFIGS,
+    rate: float = 1500.0,
+) -> tuple[Config, int]:
     """The tile and the split of K with the least time by a rough model of one multiprocessor; only the order counts.
 
-    A multiprocessor does so many multiply-adds a nanosecond when two blocks of four warps, or one of eight, keep it
+    A multiprocessor does ``rate`` multiply-adds a nanosecond when two blocks of four warps, or one of eight, keep it
     busy, and about 0.6 of that otherwise; a round of blocks costs its start and its stores besides, and a split the
     second kernel.
     """
-    RATE, ROUND, SUM, BANDWIDTH = 1500.0, 1000.0, 2500.0, 2000.0  # multiply-adds/ns, ns, ns, bytes/ns
+    ROUND, SUM, BANDWIDTH = 1000.0, 2500.0, 2000.0  # ns, ns, bytes/ns
 
     def time(candidate: tuple[Config, int]) -> float:
         config, split = candidate
         blocks = math.ceil(config.tiles(m, n) * split / multiprocessors)
-        rate = RATE * config.speed * (1.0 if blocks * config.warps >= 8 else 0.6)
+        busy = rate * config.speed * (1.0 if blocks * config.warps >= 8 else 0.6)
         depth = math.ceil(k / config.bk / split) * config.bk
         second = SUM + 8 * split * m * n / BANDWIDTH if split > 1 else 0.0
-        return blocks * config.bm * config.bn * depth / rate + math.ceil(blocks * config.warps / 8) * ROUND + second
+        return blocks * config.bm * config.bn * depth / busy + math.ceil(blocks * config.warps / 8) * ROUND + second
 
-    fitting = [config for config in CONFIGS if config.shared <= shared_limit]
+    fitting = [config for config in configs if config.shared <= shared_limit]
     depths = [split for split in SPLITS if split == 1 or k >= 128 * split]
     return min(((config, split) for config in fitting for split in depths), key=time)

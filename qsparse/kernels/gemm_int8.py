@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import torch
 
-from qsparse.kernels import _gemm_int8_cpu, _gemm_int8_simt, _gemm_int8_sm90
+from qsparse.kernels import _gemm_int8_cpu, _gemm_int8_simt, _gemm_int8_sm80, _gemm_int8_sm90
 from qsparse.kernels._face import check_same_device, check_tensor, face, matrix, rows
 from qsparse.kernels._gemm_int8_cpu import cpu_method
 from qsparse.kernels._gemm_int8_epilogue import OUT_DTYPES, Epilogue
 
 __all__ = ["cpu_method", "gemm_int8"]
 
-_TIERS = {"simt": _gemm_int8_simt, "sm90": _gemm_int8_sm90}  # worst first; each but simt has ``supports``
+_TIERS = {"simt": _gemm_int8_simt, "sm80": _gemm_int8_sm80, "sm90": _gemm_int8_sm90}  # worst first
 SOURCES = {tier.SOURCE: tier.INSTANCES for tier in _TIERS.values()}
 _BARE = (torch.int32, torch.int64)
 _QUANTIZED = (torch.int8, torch.uint8)

@@ -9,7 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from qsparse import kernels
-from qsparse.kernels import _gemm_int8_cpu
+from qsparse.kernels import _gemm_int8_cpu, _gemm_int8_sm80, _load
+from qsparse.kernels._gemm_int8_epilogue import OUT_DTYPES, Epilogue
 from qsparse.oracles.gemm_int8 import accumulator
 from qsparse.oracles.gemm_int8 import gemm_int8 as oracle
 
@@ -258,6 +259,81 @@ def test_relu_on_the_bare_accumulator(device, integers):
         assert torch.equal(kernels.gemm_int8(x, w, relu=True, out_dtype=out_dtype), bare.clamp(min=0))
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.int8, torch.uint8])
+@pytest.mark.parametrize("out_dtype", [d for d in OUT_DTYPES if d != torch.int64], ids=str)
+@pytest.mark.parametrize("config", _gemm_int8_sm80.CONFIGS, ids=str)
+def test_every_configuration_of_sm80(config, out_dtype, dtype, normal, integers, assert_same_bits):
+    """Tails in every direction, several tiles, K divided, and outputs whose rows start anywhere."""
+    device = torch.device("cuda", 0)
+    if kernels.gemm_int8.tier(device) == "simt":
+        pytest.skip("this GPU has no sm80 tier")
+    low, high = (0, 256) if dtype == torch.uint8 else (-128, 128)
+    for (m, n, k), split in (((72, 136, 208), 1), ((300, 520, 784), 1), ((1, 10, 16), 1), ((200, 264, 2048), 3)):
+        for n_odd in (n, n - 1):
+            x = integers(low, high, m, k, dtype=dtype, device=device)
+            w = integers(-128, 128, n_odd, k, device=device)
+            zero = integers(low, high, m, dtype=torch.int32, device=device)
+            bare, again = not out_dtype.is_floating_point and out_dtype.itemsize > 1, out_dtype.itemsize == 1
+            scaling = () if bare else (normal(m, device=device) / 7, normal(n_odd, device=device) / 9)
+            scaling += () if bare else (normal(n_odd, device=device) * 100,)
+            one = torch.full((1,), 10.0, device=device) if again else None
+            y = torch.empty((m, n_odd), dtype=out_dtype, device=device)
+            values = (*(scaling or (None,) * 3), zero, w.sum(1, dtype=torch.int32), one)
+            _gemm_int8_sm80.launch_gemm(x, k, w, k, y, Epilogue(*values, True), config=config, split=split)
+            options = {"relu": True, "zero_x": zero, "scale_y": one, "out_dtype": out_dtype}
+            assert_same_bits(y, kernels.gemm_int8(x, w, *scaling, **options, tier="simt"))
+            if out_dtype == torch.float32:
+                assert_same_bits(y, by_oracle(x, w, *scaling, relu=True, zero_x=zero))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("tier", TIERS)
+@pytest.mark.parametrize("seed", range(6))
+def test_random_shapes_write_all_of_the_output(tier, seed, integers, normal, assert_same_bits):
+    """Sizes of 1 to 700, aligned or not, sliced operands: exact integers, and the tiers' outputs agree to the bit."""
+    device, random = torch.device("cuda", 0), np.random.default_rng(seed)
+    if TIERS.index(tier) > TIERS.index(kernels.gemm_int8.tier(device)):
+        pytest.skip("this GPU has no such tier")
+    for _ in range(8):
+        m, n, k = (int(size) for size in random.integers(1, 701, 3))
+        k = k if tier == "simt" else -(-k // 16) * 16
+        x = integers(-128, 128, m, k + 16, device=device)[:, :k]
+        w = integers(-128, 128, n + 3, k, device=device)[:n]
+        with _load.launched() as launches:
+            y = kernels.gemm_int8(x, w, out_dtype=torch.int32, tier=tier)
+        assert {_load.tier_of(launch.partition(":")[0]) for launch in launches} == {tier}
+        assert_same_bits(y, exact(x, w, torch.int32))
+        scaling = normal(m, device=device), normal(n, device=device), normal(n, device=device)
+        for out_dtype in (torch.float32, torch.float16, torch.bfloat16, torch.int8, torch.uint8):
+            scale = torch.ones(1, device=device) * 50 if out_dtype.itemsize == 1 else None
+            outputs = [
+                kernels.gemm_int8(x, w, *scaling, relu=seed % 2 == 0, out_dtype=out_dtype, scale_y=scale, tier=name)
+                for name in (tier, "simt")
+            ]
+            assert_same_bits(*outputs)
+
+
+@pytest.mark.gpu
+def test_a_tier_that_cannot_be_had_is_refused(integers):
+    x, w = integers(-128, 128, 4, 15, device="cuda"), integers(-128, 128, 5, 15, device="cuda")
+    with pytest.raises(ValueError, match="tier 'sm80' is not possible for these arrays on this GPU; simt are"):
+        kernels.gemm_int8(x, w, tier="sm80")
+    kernels.gemm_int8(x, w, tier="simt")
+
+
+def test_configurations_are_checked():
+    with pytest.raises(ValueError, match="y does not fit"):
+        _gemm_int8_sm80.Config(128, 128, 64, 32, 64, 3)
+    with pytest.raises(ValueError, match=r"not a shape that sm80_tile\.cuh has"):
+        _gemm_int8_sm80.Config(128, 128, 32, 64, 64, 3)
+    for shape in ((4096, 4096, 4096), (1, 10, 784), (16, 8192, 8192), (60_000, 256, 784)):
+        for limit in (99, 163, 227):  # KB a block: 8.6 and 12.0, 8.0, 9.0
+            config, split = _gemm_int8_sm80.choose(*shape, 100, limit * 1024, _gemm_int8_sm80.CONFIGS)
+            assert config.shared <= limit * 1024
+            assert split >= 1
+
+
 VIEWS = {
     "transposed": lambda a: a.reshape(a.shape[1], a.shape[0]).t()[::2, ::2],
     "every second row": lambda a: a[::2, : a.shape[1] // 2],
@@ -367,7 +443,8 @@ def test_refuses_what_does_not_fit(device):
         kernels.gemm_int8(x, w, bias=scale[:1])
     with pytest.raises(TypeError, match=r"^out_dtype must be one of .*torch\.uint8, got torch\.int16"):
         kernels.gemm_int8(x, w, out_dtype=torch.int16)
-    for dtype, scale_y in ((torch.int8, None), (torch.uint8, None), (torch.float32, scale[:1]), (torch.int32, scale[:1])):
+    one = scale[:1]
+    for dtype, scale_y in ((torch.int8, None), (torch.uint8, None), (torch.float32, one), (torch.int32, one)):
         with pytest.raises(ValueError, match=r"^scale_y is needed for out_dtype int8 and uint8, and for no other"):
             kernels.gemm_int8(x, w, out_dtype=dtype, scale_y=scale_y)
     with pytest.raises(ValueError, match=r"^scale_y must have shape \(1,\), got \(5,\)"):

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from qsparse.kernels import _gemm_int8_sm90, _gemm_sm80, _gemm_sm90, _gemm_sm90_configs, _load
+from qsparse.kernels import _gemm_int8_sm80, _gemm_int8_sm90, _gemm_sm80, _gemm_sm90, _gemm_sm90_configs, _load
 
 
 def int8(x: torch.dtype, out: torch.dtype) -> str:
@@ -32,6 +32,8 @@ INSTANCES = {
     "int8": ("gemm_int8_sm90.cu", int8(torch.int8, torch.float16), "IGMMA.64x256x32.S8.S8"),
     "uint8": ("gemm_int8_sm90.cu", int8(torch.uint8, torch.int8), "IGMMA.64x256x32.U8.S8"),
     "fp8": ("gemm_fp8_sm90.cu", int8(torch.float8_e4m3fn, torch.float16), "QGMMA.64x256x32.F32.E4M3.E4M3"),
+    "int8 sm80": ("gemm_int8_sm80.cu", _gemm_int8_sm80.CONFIGS[0].instance(torch.int8), "IMMA.16832.S8.S8"),
+    "uint8 sm80": ("gemm_int8_sm80.cu", _gemm_int8_sm80.CONFIGS[-1].instance(torch.uint8), "IMMA.16832.U8.S8"),
     "sm80": ("gemm_sm80.cu", _gemm_sm80.CONFIGS[0].instance(torch.float16, True, True), "HMMA.16816.F32"),
 }
 
