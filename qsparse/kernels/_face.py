@@ -87,8 +87,8 @@ def _is_array(value) -> bool:
 
 
 def _map(convert: Callable, values):
-    """Convert the arrays in a tuple, a dict, or a single result; leave the rest alone."""
-    if isinstance(values, tuple):
+    """Convert the arrays in a tuple, a list, a dict, or a single result; leave the rest alone."""
+    if isinstance(values, tuple | list):
         return tuple(_map(convert, value) for value in values)
     if isinstance(values, dict):
         return {key: _map(convert, value) for key, value in values.items()}

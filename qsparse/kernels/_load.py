@@ -222,8 +222,7 @@ class _Function:
         self._lock = threading.Lock()
         self._shared = shared
 
-    def __call__(self, grid: int, block: int, stream: int, arguments: tuple) -> None:
-        key = (grid, block, stream)
+    def __call__(self, key: tuple[int, int, int, int, bool], arguments: tuple) -> None:
         config = self._configs.get(key) or self._config(key)
         with self._lock:  # the driver copies the arguments before it returns
             self._layout.pack_into(self._buffer, 0, *arguments)
@@ -234,18 +233,39 @@ class _Function:
         if status:
             raise RuntimeError(f"the kernel launch failed: {status.name}")
 
-    def _config(self, key: tuple[int, int, int]):
-        grid, block, stream = key
+    def _config(self, key: tuple[int, int, int, int, bool]):
+        grid, block, stream, cluster, cooperative = key
         config = self._driver.CUlaunchConfig()
         config.gridDimX, config.gridDimY, config.gridDimZ = grid, 1, 1
         config.blockDimX, config.blockDimY, config.blockDimZ = block, 1, 1
         config.sharedMemBytes = self._shared
         config.hStream = stream
-        config.numAttrs = 0
+        config.attrs = self._attributes(cluster, cooperative)
+        config.numAttrs = len(config.attrs)
         if len(self._configs) > 4096:
             self._configs.clear()
         self._configs[key] = config
         return config
+
+    def _attributes(self, cluster: int, cooperative: bool) -> list:
+        driver, found = self._driver, []
+        if cluster > 1:
+            attribute = driver.CUlaunchAttribute()
+            attribute.id = driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION
+            size = attribute.value.clusterDim
+            size.x, size.y, size.z = cluster, 1, 1
+            found.append(attribute)
+        if cluster > 8:  # what every card with clusters has
+            allowed = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_NON_PORTABLE_CLUSTER_SIZE_ALLOWED
+            (status,) = driver.cuFuncSetAttribute(self._handle, allowed, 1)
+            if status:
+                raise RuntimeError(f"clusters of {cluster} blocks are not possible: {status.name}")
+        if cooperative:
+            attribute = driver.CUlaunchAttribute()
+            attribute.id = driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_COOPERATIVE
+            attribute.value.cooperative = 1
+            found.append(attribute)
+        return found
 
 
 def _bind_context(device: int) -> None:
@@ -324,32 +344,47 @@ def launched():
 class _Launch:
     """A kernel with its grid on one device, ready for arguments: what a repeated call keeps."""
 
-    def __init__(self, device: int, name: str, instance: str, formats: str, grid: int, block: int, shared: int):
+    def __init__(
+        self, device: int, name: str, instance: str, formats: str, grid: int, block: int, shared: int, *attributes
+    ):
         import torch
 
         self._function = _function(device, name, instance, formats, shared)
         self._label = f"{Path(name).name}:{instance}"
-        self._device, self._grid, self._block = device, grid, block
+        self._device, self._grid, self._block, self._attributes = device, grid, block, attributes
         self._stream, self._current_device = torch._C._cuda_getCurrentRawStream, torch._C._cuda_getDevice
         self._on = functools.partial(torch.cuda.device, device)
 
     def __call__(self, arguments: tuple) -> None:
         if _seen is not None:
             _seen.append(self._label)
-        stream = self._stream(self._device)
+        key = (self._grid, self._block, self._stream(self._device), *self._attributes)
         if self._device == self._current_device():
-            self._function(self._grid, self._block, stream, arguments)
+            self._function(key, arguments)
         else:
             with self._on():
-                self._function(self._grid, self._block, stream, arguments)
+                self._function(key, arguments)
 
 
 @functools.lru_cache(maxsize=4096)
 def prepare(
-    device: int, name: str, instance: str, formats: str, grid: int, block: int, shared: int = 0
+    device: int,
+    name: str,
+    instance: str,
+    formats: str,
+    grid: int,
+    block: int,
+    shared: int = 0,
+    *,
+    cluster: int = 1,
+    cooperative: bool = False,
 ) -> _Launch | None:
-    """What :func:`launch` calls, for those who launch the same kernel again and again; None for an empty grid."""
-    return _Launch(device, name, instance, formats, grid, block, shared) if grid else None
+    """What :func:`launch` calls, for those who launch the same kernel again and again; None for an empty grid.
+
+    ``cluster`` blocks form a cluster (where the kernel does not say so itself); a ``cooperative`` launch runs all its
+    blocks at once or fails.
+    """
+    return _Launch(device, name, instance, formats, grid, block, shared, cluster, cooperative) if grid else None
 
 
 def launch(

@@ -1,0 +1,380 @@
+// A whole int8 network in one launch: for each layer  q, s = quantize(x),  x = act(((float)(q · wᵀ) · s) · scale_w + bias)
+// with a ReLU after each layer but the last. The arithmetic, bit for bit, is that of quantize_rows and gemm_int8.
+//
+//   x (M, K) float, half or bfloat16; each w (N, K) int8, all row-major; the last y (M, N) float.
+//
+// The idea: at this size a launch and a trip to memory cost more than the work. A group of blocks owns BM rows of the
+// batch and takes them through all layers. Each block holds its slice of every layer's outputs, and all its weights are
+// on their way to shared memory before anything else happens. Between the layers the group exchanges activations
+// through L2 and meets at a barrier: that of a cluster, or, for groups larger than a cluster, a counter.
+//
+//   columns   a layer but the last is shared out by columns: a block computes its slice for all rows of the group.
+//   rows      the last one, which is narrow, is shared out by rows: what a block computes there it quantized itself, so
+//             no barrier is needed in between. Every block holds all weights of that layer.
+//   REDUNDANT each block quantizes all of the group's rows for itself (few rows: no barrier); else each quantizes its
+//             share of the rows and the others read the result.
+//
+// A warp multiplies MW tiles of 16 rows by NT tiles of 8 columns, 64 bytes of K at a time; KS warps share out K and add
+// their integers in shared memory, in any order with the same sum. Which 16 bytes of the 64 a lane reads is free as long
+// as both operands agree: here they are contiguous, so one 16-byte load feeds two instructions.
+
+#include "common/divide.cuh"
+#include "common/numeric.cuh"
+#include "common/sm90.cuh"
+
+constexpr int LAYERS = 4;
+constexpr int PIECE = 64;  // bytes of K
+constexpr int LONGEST = 4096, LONGEST_OF_A_WARP = 1024;  // elements of a row that a block, a warp quantizes at once
+
+struct Layer {
+    const signed char* w;
+    const float* scale_w;  // (N,), or one for step_w == 0
+    const float* bias;     // (N,) or null
+    const float* scale_x;  // static scale of the input, or null
+    float* y;              // (M, ld), the last one's is the result
+    signed char* q;        // (M, pieces * PIECE) the quantized input, where blocks exchange it; padded with zeros
+    float* scales;         // (M,) and its scales
+    int N, K, ld, step_w;
+    int slice;     // columns a block owns, a multiple of 8
+    int w_at;      // where in shared memory its weights lie, in lines of line_of(K) bytes
+    int scale_at;  // and its slice of scale_w, then of the bias
+    int bulk;      // lines of w can be copied in bulk: K and w are multiples of 16 bytes
+};
+
+struct Network {
+    Layer layer[LAYERS];
+    const void* x;
+    unsigned* counters;  // one a group, 128 bytes apart, or null for clusters
+    int M, layers, group;
+    int kind;     // of x: 0 float, 1 half, 2 bfloat16
+    int aligned;  // four elements of x can be loaded at once
+    int act_at;   // where in shared memory this block's quantized rows lie
+};
+
+__device__ __forceinline__ int pieces_of(int K) { return (K + PIECE - 1) / PIECE; }
+// Lines of an odd number of 64-byte pieces: two neighbouring ones then cover all banks, whatever the piece.
+__device__ __forceinline__ int line_of(int K) { return (pieces_of(K) | 1) * PIECE; }
+
+// --- copies and barriers ------------------------------------------------------------------------------------------
+
+// Both addresses and `bytes` are multiples of 16.
+__device__ __forceinline__ void bulk_load(void* to, const void* from, int bytes, unsigned long long* barrier) {
+    asm volatile(
+        "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(
+            shared_address(to)),
+        "l"(from), "r"(bytes), "r"(shared_address(barrier))
+        : "memory");
+}
+
+__device__ __forceinline__ void copy_word_async(float* to, const float* from) {
+    asm volatile("cp.async.ca.shared.global [%0], [%1], 4;" ::"r"(shared_address(to)), "l"(from) : "memory");
+}
+__device__ __forceinline__ void copy_wait_all() { asm volatile("cp.async.wait_all;" ::: "memory"); }
+
+// All blocks of the group are here, and each sees what the others wrote. The counter's top bit flips when the last one
+// arrives, and the lower bits are then zero again, so it serves the next launch as it is.
+__device__ __forceinline__ void group_sync(unsigned* counter, int rank, int group) {
+    if (!counter) {
+        cluster_sync();
+        return;
+    }
+    __syncthreads();
+    if (threadIdx.x == 0) {
+        const unsigned add = rank == 0 ? 0x80000000u - (group - 1) : 1;
+        unsigned before, now;
+        asm volatile("atom.add.acq_rel.gpu.global.u32 %0, [%1], %2;" : "=r"(before) : "l"(counter), "r"(add) : "memory");
+        do asm volatile("ld.acquire.gpu.global.u32 %0, [%1];" : "=r"(now) : "l"(counter) : "memory");
+        while (((before ^ now) & 0x80000000u) == 0);
+    }
+    __syncthreads();
+}
+
+// --- quantizing ---------------------------------------------------------------------------------------------------
+
+template <typename T> __device__ __forceinline__ float4 load4(const T* row, int k, int K, bool aligned) {
+    float4 v = {0.0f, 0.0f, 0.0f, 0.0f};
+    if (aligned && k + 4 <= K) {
+        if constexpr (sizeof(T) == 4) {
+            v = *reinterpret_cast<const float4*>(row + k);
+        } else {
+            const uint2 raw = *reinterpret_cast<const uint2*>(row + k);
+            const T* four = reinterpret_cast<const T*>(&raw);
+            v = {to_float(four[0]), to_float(four[1]), to_float(four[2]), to_float(four[3])};
+        }
+    } else {
+        if (k < K) v.x = to_float(row[k]);
+        if (k + 1 < K) v.y = to_float(row[k + 1]);
+        if (k + 2 < K) v.z = to_float(row[k + 2]);
+        if (k + 3 < K) v.w = to_float(row[k + 3]);
+    }
+    return v;
+}
+
+// Four quotients, one to a byte.
+template <bool QUICK> __device__ __forceinline__ unsigned nearest4(const Divider& by, float4 v) {
+    auto nearest = [&](float x) { return static_cast<unsigned>(QUICK ? by.nearest_quickly(x) : by.nearest(x)); };
+    const unsigned low = __byte_perm(nearest(v.x), nearest(v.y), 0x0040);
+    return __byte_perm(low, __byte_perm(nearest(v.z), nearest(v.w), 0x0040), 0x5410);
+}
+
+__device__ __forceinline__ unsigned largest_of(float4 v) {
+    const unsigned MAGNITUDE = 0x7fffffffu;  // without their signs floats order like integers, NaN above Inf
+    return max(max(__float_as_uint(v.x) & MAGNITUDE, __float_as_uint(v.y) & MAGNITUDE),
+               max(__float_as_uint(v.z) & MAGNITUDE, __float_as_uint(v.w) & MAGNITUDE));
+}
+
+// One row by TEAM threads, a warp or the block; `fixed` is its static scale, 0 for absmax / 127. Zeros fill up the last
+// piece. A row with NaN or Inf gets a NaN scale and zeros.
+template <typename T, int TEAM>
+__device__ __forceinline__ void quantize_row(const T* row, int K, bool aligned, float fixed, signed char* q, float* scale,
+                                             unsigned* partial) {
+    constexpr int WORDS = (TEAM == 32 ? LONGEST_OF_A_WARP : LONGEST) / 4 / TEAM + (LONGEST / 4 % TEAM != 0);
+    const int member = threadIdx.x % TEAM;
+    float4 v[WORDS];
+    unsigned largest = 0;
+#pragma unroll
+    for (int i = 0; i < WORDS; ++i) v[i] = load4(row, 4 * (member + i * TEAM), K, aligned);
+#pragma unroll
+    for (int i = 0; i < WORDS; ++i) largest = max(largest, largest_of(v[i]));
+    largest = __reduce_max_sync(~0u, largest);
+    if constexpr (TEAM > 32) {
+        if (threadIdx.x % 32 == 0) partial[threadIdx.x / 32] = largest;
+        __syncthreads();
+#pragma unroll
+        for (int i = 0; i < TEAM / 32; ++i) largest = max(largest, partial[i]);
+    }
+    const bool finite = largest < 0x7f800000u;
+    float s = fixed;
+    if (fixed == 0.0f) {
+        s = __fdiv_rn(__uint_as_float(largest), 127.0f);
+        if (s < 1.17549435e-38f) s = 1.0f;
+    }
+    const Divider by(s, -127, 127);
+    const int bytes = pieces_of(K) * PIECE;
+#pragma unroll
+    for (int i = 0; i < WORDS; ++i) {
+        const int k = 4 * (member + i * TEAM);
+        if (k < bytes) *reinterpret_cast<unsigned*>(q + k) = !finite ? 0 : by.quick ? nearest4<true>(by, v[i]) : nearest4<false>(by, v[i]);
+    }
+    if (member == 0) *scale = finite ? s : not_a_number();
+}
+
+// Rows [0, rows) of `x`, to lines of q and to scales. The block's threads all take part and need not be in step.
+template <typename T, int THREADS>
+__device__ __forceinline__ void quantize(const T* x, long long ldx, int rows, int K, bool aligned, float fixed,
+                                         signed char* q, int ldq, float* scales, unsigned (*partial)[THREADS / 32]) {
+    if (rows > 2 && K <= LONGEST_OF_A_WARP) {
+        for (int r = threadIdx.x / 32; r < rows; r += THREADS / 32)
+            quantize_row<T, 32>(x + r * ldx, K, aligned, fixed, q + r * ldq, scales + r, nullptr);
+    } else {
+        // a row's partial maxima are still being read while the next one's are written, but not those of the one after
+        for (int r = 0; r < rows; ++r)
+            quantize_row<T, THREADS>(x + r * ldx, K, aligned, fixed, q + r * ldq, scales + r, partial[r % 2]);
+    }
+}
+
+// --- multiplying --------------------------------------------------------------------------------------------------
+
+__device__ __forceinline__ void mma(int (&d)[4], unsigned a0, unsigned a1, unsigned a2, unsigned a3, unsigned b0,
+                                    unsigned b1) {
+    asm volatile(
+        "mma.sync.aligned.m16n8k32.row.col.s32.s8.s8.s32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, "
+        "{%0, %1, %2, %3};"
+        : "+r"(d[0]), "+r"(d[1]), "+r"(d[2]), "+r"(d[3])
+        : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
+}
+
+// What a lane holds of MW tiles of 16 rows: 16 bytes of row lane / 4, and of the row 8 below.
+template <int MW> struct Rows {
+    uint4 low[MW], high[MW];
+};
+
+// Lines at `a` from shared memory, where only `rows` of them exist (LOCAL), or from L2, where all do.
+template <int MW, bool LOCAL>
+__device__ __forceinline__ void load_rows(Rows<MW>& r, const signed char* a, int lda, int rows) {
+    const int g = threadIdx.x % 32 / 4;
+#pragma unroll
+    for (int i = 0; i < MW; ++i) {
+        const uint4* low = reinterpret_cast<const uint4*>(a + (i * 16 + g) * lda);
+        const uint4* high = reinterpret_cast<const uint4*>(a + (i * 16 + g + 8) * lda);
+        if constexpr (LOCAL) {
+            r.low[i] = i * 16 + g < rows ? *low : uint4{0, 0, 0, 0};
+            r.high[i] = i * 16 + g + 8 < rows ? *high : uint4{0, 0, 0, 0};
+        } else {
+            r.low[i] = __ldcg(low);
+            r.high[i] = __ldcg(high);
+        }
+    }
+}
+
+// d += a · bᵀ over pieces first, first + step, ...; b has `tiles` tiles of 8 lines.
+template <int MW, int NT, bool LOCAL>
+__device__ __forceinline__ void multiply(int (&d)[MW][NT][4], const signed char* a, int lda, int rows,
+                                         const signed char* b, int ldb, int tiles, int pieces, int first, int step) {
+    const int g = threadIdx.x % 32 / 4, t = threadIdx.x % 4;
+    a += t * 16;
+    b += g * ldb + t * 16;
+    Rows<MW> next;
+    if (first < pieces) load_rows<MW, LOCAL>(next, a + first * PIECE, lda, rows);
+    for (int p = first; p < pieces; p += step) {
+        const Rows<MW> now = next;
+        if (p + step < pieces) load_rows<MW, LOCAL>(next, a + (p + step) * PIECE, lda, rows);
+#pragma unroll
+        for (int j = 0; j < NT; ++j) {
+            if (j >= tiles) break;
+            const uint4 w = *reinterpret_cast<const uint4*>(b + j * 8 * ldb + p * PIECE);
+#pragma unroll
+            for (int i = 0; i < MW; ++i) {
+                mma(d[i][j], now.low[i].x, now.high[i].x, now.low[i].y, now.high[i].y, w.x, w.y);
+                mma(d[i][j], now.low[i].z, now.high[i].z, now.low[i].w, now.high[i].w, w.z, w.w);
+            }
+        }
+    }
+}
+
+// --- the kernel ---------------------------------------------------------------------------------------------------
+
+template <int MW, int NT, int WM, int KS, bool REDUNDANT>
+__global__ void __launch_bounds__(WM * KS * 32, 1) mlp_int8_sm90(const __grid_constant__ Network net) {
+    constexpr int THREADS = WM * KS * 32, BM = WM * MW * 16, BN = NT * 8, TILE_LD = BN + 8;
+    extern __shared__ __align__(128) unsigned char shared[];
+    __shared__ unsigned long long arrived[LAYERS];
+    __shared__ unsigned partial[2][THREADS / 32];
+    __shared__ float fixed_scales[LAYERS];
+    float* scales = reinterpret_cast<float*>(shared);  // BM
+    int* tile = reinterpret_cast<int*>(scales + BM);   // BM x TILE_LD, where KS > 1
+    signed char* act = reinterpret_cast<signed char*>(shared + net.act_at);
+
+    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+    const int rank = blockIdx.x % net.group, last = net.layers - 1;
+    const long long m0 = static_cast<long long>(blockIdx.x / net.group) * BM;
+    const int rows = min(static_cast<long long>(BM), net.M - m0);
+    const int share = (rows + net.group - 1) / net.group;
+    const int share0 = min(rank * share, rows), share1 = min(share0 + share, rows);
+    unsigned* counter = net.counters ? net.counters + blockIdx.x / net.group * 32 : nullptr;
+
+    // This block's columns of a layer: [first, first + count).
+    auto first_of = [&](int l) { return l == last ? 0 : rank * net.layer[l].slice; };
+    auto count_of = [&](int l) {
+        const Layer& layer = net.layer[l];
+        return l < last ? max(0, min(layer.slice, layer.N - rank * layer.slice)) : share0 < share1 ? layer.N : 0;
+    };
+
+    if (threadIdx.x == 0) {
+        for (int l = 0; l <= last; ++l) mbarrier_init(&arrived[l], 1);
+        mbarrier_init_fence();
+    }
+    if constexpr (KS > 1)
+        for (int i = threadIdx.x; i < BM * TILE_LD; i += THREADS) tile[i] = 0;
+    __syncthreads();
+    for (int l = 0; l <= last; ++l) {
+        const Layer& layer = net.layer[l];
+        const int count = count_of(l), line = line_of(layer.K);
+        const signed char* w = layer.w + static_cast<long long>(first_of(l)) * layer.K;
+        unsigned char* to = shared + layer.w_at;
+        if (layer.bulk) {
+            if (threadIdx.x == 0) mbarrier_expect_bytes(&arrived[l], count * layer.K);
+            if (lane == 0)
+                for (int n = warp; n < count; n += THREADS / 32)
+                    bulk_load(to + n * line, w + static_cast<long long>(n) * layer.K, layer.K, &arrived[l]);
+        } else {
+            for (int n = warp; n < count; n += THREADS / 32)
+                for (int k = lane; k < layer.K; k += 32) to[n * line + k] = w[static_cast<long long>(n) * layer.K + k];
+        }
+        float* scale_w = reinterpret_cast<float*>(shared + layer.scale_at);
+        for (int c = threadIdx.x; c < count; c += THREADS) {
+            copy_word_async(scale_w + c, layer.scale_w + (first_of(l) + c) * layer.step_w);
+            if (layer.bias)
+                copy_word_async(scale_w + layer.slice + c, layer.bias + first_of(l) + c);
+            else
+                scale_w[layer.slice + c] = -0.0f;  // x + -0 is x
+        }
+        if (layer.scale_x) {
+            if (threadIdx.x == 0) copy_word_async(&fixed_scales[l], layer.scale_x);
+        } else if (threadIdx.x == 0) {
+            fixed_scales[l] = 0.0f;
+        }
+    }
+
+    for (int l = 0; l <= last; ++l) {
+        const Layer& layer = net.layer[l];
+        const bool by_rows = l == last;
+        if (by_rows && share0 == share1) return;
+        const bool local = by_rows || REDUNDANT;
+        const int from = REDUNDANT && !by_rows ? 0 : share0, to = REDUNDANT && !by_rows ? rows : share1;
+        const int K = layer.K, pieces = pieces_of(K), line = line_of(K);
+        signed char* q = local ? act : layer.q + (m0 + from) * (pieces * PIECE);
+        float* s = local ? scales : layer.scales + m0 + from;
+        const int ldq = local ? line : pieces * PIECE;
+        if (l == 0) {
+            const float fixed = layer.scale_x ? *layer.scale_x : 0.0f;
+            const long long at = (m0 + from) * K;
+            if (net.kind == 0)
+                quantize<float, THREADS>(static_cast<const float*>(net.x) + at, K, to - from, K, net.aligned, fixed, q,
+                                         ldq, s, partial);
+            else if (net.kind == 1)
+                quantize<__half, THREADS>(static_cast<const __half*>(net.x) + at, K, to - from, K, net.aligned, fixed, q,
+                                          ldq, s, partial);
+            else
+                quantize<__nv_bfloat16, THREADS>(static_cast<const __nv_bfloat16*>(net.x) + at, K, to - from, K,
+                                                 net.aligned, fixed, q, ldq, s, partial);
+            copy_wait_all();
+        } else {
+            const Layer& before = net.layer[l - 1];
+            quantize<float, THREADS>(before.y + (m0 + from) * before.ld, before.ld, to - from, K, true, fixed_scales[l],
+                                     q, ldq, s, partial);
+        }
+        if (!local) {
+            group_sync(counter, rank, net.group);
+            for (int r = threadIdx.x; r < rows; r += THREADS) scales[r] = __ldcg(layer.scales + m0 + r);
+        }
+        __syncthreads();
+        if (layer.bulk) mbarrier_wait(&arrived[l], 0);
+
+        const int count = count_of(l), m_rows = local ? to - from : rows;
+        const int wm = warp % WM * MW * 16;
+        const float* scale_w = reinterpret_cast<const float*>(shared + layer.scale_at);
+        float* y = layer.y + (m0 + (by_rows ? from : 0)) * layer.ld + first_of(l);
+        auto finish = [&](int r, int c, int sum) {
+            const float v = __fadd_rn(__fmul_rn(__fmul_rn(static_cast<float>(sum), scales[r]), scale_w[c]),
+                                      scale_w[layer.slice + c]);
+            y[static_cast<long long>(r) * layer.ld + c] = by_rows ? v : relu_of(v);
+        };
+        for (int c0 = 0; c0 < count; c0 += BN) {
+            const int columns = min(BN, count - c0), tiles = (columns + 7) / 8;
+            const signed char* b = reinterpret_cast<const signed char*>(shared + layer.w_at) + c0 * line;
+            int d[MW][NT][4] = {};
+            if (wm < m_rows) {
+                if (local)
+                    multiply<MW, NT, true>(d, act + wm * line, line, m_rows - wm, b, line, tiles, pieces, warp / WM, KS);
+                else
+                    multiply<MW, NT, false>(d, layer.q + (m0 + wm) * (pieces * PIECE), pieces * PIECE, 0, b, line, tiles,
+                                            pieces, warp / WM, KS);
+            }
+            const int g = lane / 4, t = lane % 4;
+#pragma unroll
+            for (int i = 0; i < MW; ++i)
+#pragma unroll
+                for (int j = 0; j < NT; ++j)
+#pragma unroll
+                    for (int e = 0; e < 4; ++e) {
+                        const int r = wm + i * 16 + g + e / 2 * 8, c = j * 8 + 2 * t + e % 2;
+                        if (r >= m_rows || c >= columns) continue;
+                        if constexpr (KS > 1)
+                            atomicAdd(&tile[r * TILE_LD + c], d[i][j][e]);
+                        else
+                            finish(r, c0 + c, d[i][j][e]);
+                    }
+            if constexpr (KS > 1) {
+                __syncthreads();
+                for (int r = warp; r < m_rows; r += THREADS / 32)
+                    for (int c = lane; c < columns; c += 32) {
+                        finish(r, c0 + c, tile[r * TILE_LD + c]);
+                        tile[r * TILE_LD + c] = 0;
+                    }
+                __syncthreads();
+            }
+        }
+        if (!by_rows) group_sync(counter, rank, net.group);
+    }
+}

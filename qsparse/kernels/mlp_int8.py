@@ -1,0 +1,107 @@
+"""A whole int8 network (W8A8), its activations quantized on the way."""
+
+from __future__ import annotations
+
+import torch
+
+from qsparse.kernels import _mlp_int8_sm90
+from qsparse.kernels._face import C_FLOATS, check_same_device, check_tensor, face
+from qsparse.kernels.gemm_int8 import gemm_int8
+from qsparse.kernels.quantize_rows import quantize_rows
+
+SOURCES = {_mlp_int8_sm90.SOURCE: _mlp_int8_sm90.INSTANCES}
+
+
+@face(SOURCES)
+def mlp_int8(x, weights, weight_scales, biases, *, input_scales=None, one_launch: bool | None = None):
+    """Logits of fully connected int8 layers with a ReLU after each but the last.
+
+    Each layer computes ``gemm_int8(q, w, scale_x, scale_w, bias)`` in float32 of ``q, scale_x = quantize_rows(x,
+    input_scale)``, and the results have the bits of that chain of calls.
+
+    Parameters
+    ----------
+    x : (M, K) float32, float16 or bfloat16, any strides
+    weights : sequence of (N, K) int8
+        One a layer, from input to output; the K of each is the N of the one before.
+    weight_scales : sequence of (N,) or (1,) float32
+    biases : sequence of (N,) float32 or None
+    input_scales : sequence of (1,) float32 or None, optional
+        A layer that has one clips its input to 127 of these (static activations) instead of giving each row a scale of
+        its own; a row that holds NaN or Inf still gives NaN.
+    one_launch : bool, optional
+        On a GPU, True demands the kernel that computes all layers at once, False the chain; None takes what is faster.
+
+    Returns
+    -------
+    (M, N) float32, row-major, of the last layer's N.
+
+    On Hopper small networks and batches run in one launch: the weights wait in shared memory, and the blocks that share
+    a tile of rows exchange its activations between the layers. Everything else, and every other device, runs the
+    chain. Raises TypeError and ValueError naming the argument, ValueError too where ``one_launch`` is demanded and
+    there is none.
+    """
+    if torch.compiler.is_compiling():
+        return _operator(x, list(weights), list(weight_scales), list(biases), _listed(input_scales, weights))
+    check_tensor("x", x, tuple(C_FLOATS), (None, None))
+    input_scales = _listed(input_scales, weights)
+    _check_layers(x, weights, weight_scales, biases, input_scales)
+    layers = list(zip(weights, weight_scales, biases, input_scales, strict=True))
+    if x.device.type == "cuda" and one_launch is not False and mlp_int8.tier(x.device) == "sm90":
+        y = _mlp_int8_sm90.launch_mlp(x, layers)
+        if y is not None:
+            return y
+    if one_launch:
+        sizes = "-".join(str(size) for size in (x.shape[1], *(len(w) for w in weights)))
+        raise ValueError(f"one_launch is not possible for {sizes} at {x.shape[0]} rows on {x.device}")
+    return _chain(x, layers)
+
+
+@torch.library.custom_op("qsparse::mlp_int8", mutates_args=())
+def _operator(
+    x: torch.Tensor,
+    weights: list[torch.Tensor],
+    weight_scales: list[torch.Tensor],
+    biases: list[torch.Tensor | None],
+    input_scales: list[torch.Tensor | None],
+) -> torch.Tensor:
+    """What ``torch.compile`` sees in place of the face, which it could not trace into."""
+    return mlp_int8(x, weights, weight_scales, biases, input_scales=input_scales)
+
+
+@_operator.register_fake
+def _(x, weights, weight_scales, biases, input_scales):
+    return x.new_empty((x.shape[0], weights[-1].shape[0]), dtype=torch.float32)
+
+
+def _listed(input_scales, weights) -> list:
+    return [None] * len(weights) if input_scales is None else list(input_scales)
+
+
+def _check_layers(x, weights, weight_scales, biases, input_scales) -> None:
+    """Raise unless every layer fits the one before, and its scales and bias fit it."""
+    if not weights:
+        raise ValueError("weights must hold at least one layer")
+    for name, values in (("weight_scales", weight_scales), ("biases", biases), ("input_scales", input_scales)):
+        if len(values) != len(weights):
+            raise ValueError(f"{name} must have one entry for each of the {len(weights)} layers, got {len(values)}")
+    k = x.shape[1]
+    for i, (w, scale_w, bias, scale_x) in enumerate(zip(weights, weight_scales, biases, input_scales, strict=True)):
+        check_tensor(f"weights[{i}]", w, (torch.int8,), (None, k))
+        k = w.shape[0]
+        one = isinstance(scale_w, torch.Tensor) and scale_w.numel() == 1
+        check_tensor(f"weight_scales[{i}]", scale_w, (torch.float32,), (1 if one else k,))
+        if bias is not None:
+            check_tensor(f"biases[{i}]", bias, (torch.float32,), (k,))
+        if scale_x is not None:
+            check_tensor(f"input_scales[{i}]", scale_x, (torch.float32,), (1,))
+        named = {"weights": w, "weight_scales": scale_w, "biases": bias, "input_scales": scale_x}
+        check_same_device(x, **{f"{name}[{i}]": value for name, value in named.items()})
+
+
+def _chain(x, layers):
+    """The layers one after the other."""
+    for i, (w, scale_w, bias, scale) in enumerate(layers):
+        q, scale_x = quantize_rows(x, scale)
+        x = gemm_int8(q, w, scale_x, scale_w, bias, relu=i < len(layers) - 1)
+    return x
