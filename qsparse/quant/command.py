@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -159,15 +160,70 @@ def sensitivity(
     run: RunArgument = None,
     dtype: Annotated[
         str,
-        typer.Option(metavar="A,B,...", help="fp16, bf16 and int8 are computed, intB and intBwo simulated."),
+        typer.Option(metavar="A,B,...", help="As of quantize; those without a kernel are simulated."),
     ] = "int8,int4wo,int3wo,int2wo",
+    density: Annotated[
+        str | None,
+        typer.Option(metavar="D,...", show_default=False, help="Fractions of a layer's weights that stay, in CSR."),
+    ] = None,
+    budget_bytes: Annotated[
+        int | None,
+        typer.Option(
+            min=1, show_default=False, help="Choose a dtype for each layer that loses least within so many bytes."
+        ),
+    ] = None,
+    budget_drop: Annotated[
+        float | None,
+        typer.Option(show_default=False, help="Choose the fewest bytes that lose at most so many points of accuracy."),
+    ] = None,
+    out: Annotated[
+        Path | None, typer.Option(metavar="PNG", show_default="sensitivity.png in the run", help="The heat map.")
+    ] = None,
     device: DeviceOption = Device.auto,
     as_json: JsonOption = False,
 ) -> None:
-    """Quantize each layer of a run alone, and show what it costs. Looks at the validation split."""
-    from qsparse.sensitivity import sensitivity, show
+    """Compress each layer of a run alone, and show what it costs. Looks at the validation split.
 
-    found = sensitivity(run, dtype.split(","), device=device.value, console=progress_console())
-    show(found.rows, text_stream(as_json))
+    With a budget a dtype is chosen for each layer, and the model of them is saved and measured.
+    """
+    from qsparse import compress
+    from qsparse.report import show as show_rows
+    from qsparse.report.heat import heat_map
+    from qsparse.sensitivity import Budget, points, show
+    from qsparse.sensitivity import sensitivity as measure_each
+
+    wanted = budget_bytes is not None or budget_drop is not None
+    console, text = progress_console(), text_stream(as_json)
+    found = measure_each(
+        run,
+        [name for name in dtype.split(",") if name],
+        _densities(density),
+        allowed=Budget(budget_bytes, budget_drop) if wanted else None,
+        device=device.value,
+        console=console,
+    )
+    show(found.rows, text)
+    picture = heat_map(found.rows, out or found.run / "sensitivity.png")
+    print(f"picture: {picture}", file=text)
+    result = {**found.to_json(), "png": str(picture), "saved": None, "measured": None}
+    if (chosen := found.chosen) is not None:
+        named = ",".join(f"{name}={each}" for name, each in chosen.layers.items())
+        print(
+            f"chosen: {named}, {chosen.bytes:,} bytes, {points(chosen.change)} points on the validation split "
+            f"(the sum of the layers alone: {points(chosen.estimated)})",
+            file=text,
+        )
+        if chosen.config is not None:
+            done = compress.quantize_run(found.run, chosen.config, device=device.value, console=console)
+            show_rows(done.rows, text)
+            result |= {"saved": str(done.directory), "measured": done.rows}
     if as_json:
-        print_json(found.to_json())
+        print_json(result)
+
+
+def _densities(text: str | None) -> list[float]:
+    """What --density names."""
+    try:
+        return [float(part) for part in text.split(",")] if text else []
+    except ValueError:
+        raise UserError(f"--density {text}: give numbers above 0 and at most 1 with commas between.") from None

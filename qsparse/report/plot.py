@@ -34,7 +34,6 @@ def png(rows: list[dict], path: str | os.PathLike, *, batch: int = 1024) -> Path
     Raises:
         UserError: no row has an accuracy, or the file cannot be written.
     """
-    path = Path(path)
     rows = [row for row in rows if row.get("accuracy") is not None]
     if not rows:
         raise UserError(
@@ -48,6 +47,12 @@ def png(rows: list[dict], path: str | os.PathLike, *, batch: int = 1024) -> Path
     left, right = figure.subplots(1, 2, sharey=True)
     handles = _draw(left, right, rows, str(batch))
     figure.legend(handles, labels, loc="outside lower center", ncols=columns, frameon=False, fontsize=10)
+    return write(figure, path)
+
+
+def write(figure: Figure, path: str | os.PathLike) -> Path:
+    """Write a PNG whole or not at all; returns the path. Raises UserError where it cannot be written."""
+    path = Path(path)
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
         figure.savefig(temporary, format="png")
