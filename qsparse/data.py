@@ -145,10 +145,14 @@ def batches(split: Split, batch_size: int, *, seed: int, epoch: int) -> Iterator
     """
     if batch_size < 1:
         raise ValueError(f"batch_size must be at least 1, got {batch_size}")
-    order = np.random.default_rng((seed, epoch)).permutation(len(split))
-    for rows in torch.from_numpy(order).to(split.images.device).split(batch_size):
+    for rows in order(len(split), seed=seed, epoch=epoch).to(split.images.device).split(batch_size):
         if len(rows):
             yield split.images[rows], split.labels[rows]
+
+
+def order(count: int, *, seed: int, epoch: int) -> torch.Tensor:
+    """Return which of `count` images comes when in an epoch, int64 (count,), as `batches` takes them."""
+    return torch.from_numpy(np.random.default_rng((seed, epoch)).permutation(count))
 
 
 def normalize(images: torch.Tensor, dtype: torch.dtype = torch.float32) -> torch.Tensor:

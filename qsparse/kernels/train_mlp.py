@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Iterator
 
@@ -92,7 +93,7 @@ def train_mlp(
     check_tensor("labels", labels, (torch.int64,), (len(images),))
     check_tensor("order", order, (torch.int64,), (None,))
     check_tensor("rates", rates, (torch.float32,), (math.ceil(len(order) / batch),))
-    count = sum(n * (k + 1) for k, n in zip(sizes, sizes[1:], strict=False))
+    count = sum(n * (k + 1) for k, n in itertools.pairwise(sizes))
     check_tensor("parameters", parameters, (torch.float32,), (count,))
     if velocities is not None:
         check_tensor("velocities", velocities, (torch.float32,), (count,))
@@ -105,7 +106,7 @@ def train_mlp(
     options = {"momentum": momentum, "weight_decay": weight_decay}
     losses = torch.empty(len(order), dtype=torch.float32, device=images.device)
     images, labels, order, rates = (value.contiguous() for value in (images, labels, order, rates))
-    aligned = (images.data_ptr() | parameters.data_ptr() | (0 if velocities is None else velocities.data_ptr())) % 16 == 0
+    aligned = all(value is None or value.data_ptr() % 16 == 0 for value in (images, parameters, velocities))
     if not (aligned and fits(sizes, batch, images.device)):
         _by_layers(images, labels, order, rates, parameters, velocities, losses, sizes, batch, scale, shift, options)
     elif len(order):
@@ -142,7 +143,7 @@ def fits(sizes: tuple[int, ...], batch: int, device: torch.device) -> bool:
 def _offsets(sizes: tuple[int, ...]) -> list[int]:
     """Where each layer's weights and biases begin."""
     found, at = [], 0
-    for k, n in zip(sizes, sizes[1:], strict=False):
+    for k, n in itertools.pairwise(sizes):
         found += [at, at + n * k]
         at += n * (k + 1)
     return found
@@ -151,7 +152,7 @@ def _offsets(sizes: tuple[int, ...]) -> list[int]:
 def layers(flat: torch.Tensor, sizes: tuple[int, ...]) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
     """Views of the weights (N, K) and biases (N,) of each layer in ``parameters``."""
     offsets = _offsets(sizes)
-    for i, (k, n) in enumerate(zip(sizes, sizes[1:], strict=False)):
+    for i, (k, n) in enumerate(itertools.pairwise(sizes)):
         w, b = offsets[2 * i], offsets[2 * i + 1]
         yield flat[w:b].view(n, k), flat[b : b + n]
 

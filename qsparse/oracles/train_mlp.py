@@ -1,5 +1,7 @@
 """Many steps of stochastic gradient descent on a multilayer perceptron."""
 
+import itertools
+
 import numpy as np
 
 from qsparse.oracles.softmax_cross_entropy import softmax_cross_entropy
@@ -27,7 +29,7 @@ def train_mlp(
     for step, start in enumerate(range(0, len(order), batch)):
         rows = np.asarray(order)[start : start + batch]
         weights, biases, at = [], [], 0
-        for k, n in zip(sizes, sizes[1:], strict=False):
+        for k, n in itertools.pairwise(sizes):
             weights.append(parameters[at : at + n * k].reshape(n, k))
             biases.append(parameters[at + n * k : at + n * (k + 1)])
             at += n * (k + 1)

@@ -1,20 +1,23 @@
 """The rungs of training: what takes one step, by name.
 
 A backend is an object with `step(images, labels, lr) -> loss`. It changes the model's own parameters and the momentum
-buffers in place, so the loop around it, the checkpoints and the evaluation are the same for all.
+buffers in place, so the loop around it, the checkpoints and the evaluation are the same for all. One that has
+`epoch(train, order, rates) -> losses` too takes all steps of an epoch by itself.
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping
-from typing import Any, Protocol
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 
+from qsparse.data import Split
 from qsparse.models import MLP
 from qsparse.train import parallel
 from qsparse.train.config import TrainConfig
+from qsparse.train.cuda_backend import CudaBackend
 from qsparse.train.torch_backend import TorchBackend
 
 
@@ -23,6 +26,14 @@ class Backend(Protocol):
 
     def step(self, images: torch.Tensor, labels: torch.Tensor, lr: float) -> torch.Tensor | float:
         """Take one step on a batch, images uint8 (B, 784) and labels int64 (B,); return the mean loss before it."""
+
+
+@runtime_checkable
+class EpochBackend(Backend, Protocol):
+    """A backend that needs no host between steps."""
+
+    def epoch(self, train: Split, order: torch.Tensor, rates: Sequence[float]) -> torch.Tensor:
+        """Take all steps of an epoch over images int64 (M,), and return their mean losses, float32 on the CPU."""
 
 
 def make(
@@ -35,11 +46,13 @@ def make(
 
     Raises UserError when the backend cannot run here, ValueError when the model is not where it runs.
     """
+    places = {parameter.device.type for parameter in model.parameters()}
     if config.backend in ("auto", "torch", "cuda"):  # one code: the layers choose their kernels by the device
         if parallel.active():
             return parallel.ParallelBackend(model, config, momentum, masks)
+        if places == {"cuda"}:
+            return CudaBackend(model, config, momentum, masks)
         return TorchBackend(model, config, momentum, masks)
-    places = {parameter.device.type for parameter in model.parameters()}
     if places != {"cpu"}:
         raise ValueError(f"the backend {config.backend} trains models on the CPU, and this one is on {places}")
     if config.backend == "numpy":

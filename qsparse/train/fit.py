@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -144,25 +144,20 @@ def _epoch(
     """Train one epoch (`epoch` counts from 0) and return its metrics."""
     steps = math.ceil(len(train) / config.batch_size)
     all_steps = steps * config.epochs
-    losses = torch.empty(steps, device=train.images.device)
+    rates = [config.lr * (1 - step / all_steps) for step in range(epoch * steps, (epoch + 1) * steps)]
     started = time.perf_counter()
-    total_loss, looked, images_seen = 0.0, 0, 0
+    total_loss, step = 0.0, 0
 
-    for step, (images, labels) in enumerate(
-        data.batches(train, config.batch_size, seed=config.seed, epoch=epoch), start=1
-    ):
-        lr = config.lr * (1 - (epoch * steps + step - 1) / all_steps)
-        losses[step - 1] = backend.step(images, labels, lr)
-        images_seen += len(labels)
-        if step % STEPS_PER_LOOK == 0 or step == steps:
-            latest = losses[looked:step].tolist()
-            _refuse_bad_loss(latest, first_step=epoch * steps + looked + 1, all_steps=all_steps, lr=config.lr)
-            # Only the last batch of an epoch can be smaller than batch_size, and it is the last of its look.
-            total_loss += sum(latest[:-1]) * config.batch_size + latest[-1] * len(labels)
-            looked = step
-            if progress is not None:
-                speed = images_seen / (time.perf_counter() - started)
-                progress(Progress(epoch + 1, step, steps, sum(latest) / len(latest), speed))
+    for latest in _looks(backend, train, config, epoch, rates):
+        _refuse_bad_loss(latest, first_step=epoch * steps + step + 1, all_steps=all_steps, lr=config.lr)
+        step += len(latest)
+        images_seen = min(step * config.batch_size, len(train))
+        # Only the last batch of an epoch can be smaller than batch_size, and it is the last of its look.
+        last = images_seen - (step - 1) * config.batch_size
+        total_loss += sum(latest[:-1]) * config.batch_size + latest[-1] * last
+        if progress is not None:
+            speed = images_seen / (time.perf_counter() - started)
+            progress(Progress(epoch + 1, step, steps, sum(latest) / len(latest), speed))
 
     seconds = time.perf_counter() - started
     for name, parameter in model.named_parameters():
@@ -178,6 +173,24 @@ def _epoch(
         "images_per_second": len(train) / seconds,
         **backends.metrics_of(backend),
     }
+
+
+def _looks(
+    backend: backends.Backend, train: Split, config: TrainConfig, epoch: int, rates: list[float]
+) -> Iterator[list[float]]:
+    """Take the steps of an epoch, and yield the losses of `STEPS_PER_LOOK` of them at a time."""
+    if isinstance(backend, backends.EpochBackend):  # the GPU is left alone until the epoch is over
+        order = data.order(len(train), seed=config.seed, epoch=epoch)
+        for latest in backend.epoch(train, order, rates).split(STEPS_PER_LOOK):
+            yield latest.tolist()
+        return
+    losses, looked = torch.empty(len(rates), device=train.images.device), 0
+    batches = data.batches(train, config.batch_size, seed=config.seed, epoch=epoch)
+    for step, ((images, labels), rate) in enumerate(zip(batches, rates, strict=True), start=1):
+        losses[step - 1] = backend.step(images, labels, rate)
+        if step % STEPS_PER_LOOK == 0 or step == len(rates):
+            yield losses[looked:step].tolist()
+            looked = step
 
 
 def _refuse_bad_loss(losses: list[float], *, first_step: int, all_steps: int, lr: float) -> None:

@@ -44,7 +44,10 @@ def _calls(normal, integers, device) -> dict[str, tuple[tuple, dict]]:
         "softmax_cross_entropy": ((draw(M, N), labels), {}),
         "spmm_coo": ((draw(M, K), draw(300), rows_of_w, cols, draw(N)), {"shape": (N, K)}),
         "spmm_csr": ((draw(M, K), draw(3 * N), *_csr(device), draw(N)), {"shape": (N, K)}),
-        "train_mlp": ((images, labels % 10, labels[::2].clone(), draw(2), weights), {"sizes": (784, 20, 10), "batch": 20}),
+        "train_mlp": (
+            (images, labels % 10, labels[::2].clone(), draw(2), weights),
+            {"sizes": (784, 20, 10), "batch": 20},
+        ),
     }
 
 

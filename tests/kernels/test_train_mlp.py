@@ -1,5 +1,7 @@
 """Training steps against their oracle: every shape of network, a batch that ends early, the same bits twice."""
 
+import itertools
+
 import numpy as np
 import pytest
 import torch
@@ -19,7 +21,7 @@ def problem(integers, normal):
     def draw(sizes: tuple[int, ...], rows: int, batch: int, momentum: float = 0.0, images: int = 200):
         ink = integers(0, 256, images, sizes[0], dtype=torch.uint8)
         pixels = torch.where(integers(0, 5, images, sizes[0]) == 0, ink, 0)  # as digits: mostly background
-        parameters = [(normal(n, k) / k**0.5, 0.1 * normal(n)) for k, n in zip(sizes, sizes[1:], strict=False)]
+        parameters = [(normal(n, k) / k**0.5, 0.1 * normal(n)) for k, n in itertools.pairwise(sizes)]
         flat = torch.cat([part.flatten() for layer in parameters for part in layer])
         steps = -(-rows // batch)
         return (

@@ -80,6 +80,45 @@ def test_the_loss_curves_agree(name, backend):
     assert (got - want).abs().max() < 1e-3
 
 
+def epoch_losses(config: TrainConfig, train: Split, steps: int) -> torch.Tensor:
+    """The same as `losses`, by a backend that takes whole epochs."""
+    model = MLP((784, *config.hidden, 10), seed=config.seed).to(train.images.device)
+    momentum = {name: torch.zeros_like(p) for name, p in model.named_parameters()} if config.momentum else {}
+    backend = backends.make(model, config, momentum, {})
+    assert isinstance(backend, backends.EpochBackend)
+    found = torch.empty(0)
+    for epoch in range(steps):
+        if len(found) >= steps:
+            break
+        order = data.order(len(train), seed=config.seed, epoch=epoch)
+        count = math.ceil(len(train) / config.batch_size)
+        rates = [config.lr * (1 - step / (2 * steps)) for step in range(len(found), len(found) + count)]
+        found = torch.cat([found, backend.epoch(train, order, rates)])
+    return found[:steps]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", CONFIGS)
+def test_the_loss_curves_of_whole_epochs_agree_on_a_gpu(name):
+    config = TrainConfig(**{**CONFIGS[name].to_json(), "backend": "cuda"})
+    train = fewer(1 + 53 * 20).train if name == "last batch of one" else digits().train
+    want = curve(name, "torch")
+    assert (epoch_losses(config, train.to("cuda"), len(want)) - want).abs().max() < 1e-3
+
+
+ON_A_GPU = pytest.param("cuda", marks=pytest.mark.gpu)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("hidden", [(16,), (20, 30)])
+def test_two_runs_on_a_gpu_have_the_same_bits(hidden):
+    config = TrainConfig(hidden=hidden, epochs=2, lr=0.02, momentum=0.9, backend="cuda")
+    models = [MLP((784, *hidden, 10)).cuda() for _ in range(2)]
+    metrics = [fit(model, digits().to("cuda"), config) for model in models]
+    assert [each["loss"] for each in metrics[0]] == [each["loss"] for each in metrics[1]]
+    assert all(torch.equal(*pair) for pair in zip(models[0].parameters(), models[1].parameters(), strict=True))
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("name", ["no hidden layer", "one", "three", "momentum and decay"])
 def test_the_loss_curves_agree_on_a_gpu(name):
@@ -149,27 +188,32 @@ def test_gradients_are_those_of_finite_differences(hidden):
         np.testing.assert_allclose(second.numpy(), want, rtol=0, atol=2e-6)
 
 
-@pytest.mark.parametrize("backend", WRITTEN_OUT)
-def test_going_on_from_an_epoch_gives_the_same_bits(backend):
-    config = TrainConfig(hidden=(16,), epochs=3, lr=0.02, momentum=0.9, weight_decay=0.01, backend=backend)
-    dataset, saved = fewer(150), {}
-    whole = MLP((784, 16, 10), seed=2)
+@pytest.mark.parametrize("hidden", [(16,), (20, 30)])
+@pytest.mark.parametrize("backend", [*WRITTEN_OUT, ON_A_GPU])
+def test_going_on_from_an_epoch_gives_the_same_bits(backend, hidden):
+    device = "cuda" if backend == "cuda" else "cpu"
+    config = TrainConfig(hidden=hidden, epochs=3, lr=0.02, momentum=0.9, weight_decay=0.01, backend=backend)
+    dataset, saved = fewer(150).to(device), {}
+    whole = MLP((784, *hidden, 10), seed=2).to(device)
     fit(whole, dataset, config, on_epoch=lambda end: saved.update({end.epoch: copy.deepcopy(end)}))
     end = saved[1]
     fit(end.model, dataset, config, start_epoch=1, state=FitState(end.momentum, end.metrics))
     assert all(torch.equal(a, b) for a, b in zip(end.model.parameters(), whole.parameters(), strict=True))
 
 
-@pytest.mark.parametrize("backend", WRITTEN_OUT)
+@pytest.mark.parametrize("backend", [*WRITTEN_OUT, ON_A_GPU])
 @pytest.mark.parametrize("momentum", [0.0, 0.9])
 def test_masked_weights_stay_exactly_zero(backend, momentum):
     masks = {"fc1": torch.rand((784, 16), generator=torch.Generator().manual_seed(0)).t() < 0.1}  # a strided view
     settings = {"hidden": (16,), "epochs": 1, "lr": 0.02, "momentum": momentum, "weight_decay": 0.1}
     models, ends = {}, []
     for name in (backend, "torch"):
-        models[name] = MLP((784, 16, 10), seed=5)
+        device = "cuda" if name == "cuda" else "cpu"
+        model = MLP((784, 16, 10), seed=5).to(device)
         config = TrainConfig(**settings, backend=name)
-        fit(models[name], fewer(150), config, masks=masks, on_epoch=ends.append)
+        fit(model, fewer(150).to(device), config, masks=masks, on_epoch=ends.append)
+        models[name] = model.cpu()
+        ends[-1].momentum.update({key: value.cpu() for key, value in ends[-1].momentum.items()})
     assert (models[backend].fc1.weight[~masks["fc1"]] == 0).all()
     assert (models[backend].fc1.weight[masks["fc1"]] != 0).all()
     torch.testing.assert_close(models[backend].state_dict(), models["torch"].state_dict(), rtol=1e-4, atol=1e-6)
@@ -178,11 +222,13 @@ def test_masked_weights_stay_exactly_zero(backend, momentum):
         torch.testing.assert_close(ends[0].momentum, ends[1].momentum, rtol=1e-3, atol=1e-6)
 
 
-@pytest.mark.parametrize("backend", WRITTEN_OUT)
-def test_a_loss_that_is_not_finite_names_the_step(backend):
-    config = TrainConfig(hidden=(16,), epochs=1, batch_size=1, lr=1e30, backend=backend)
+@pytest.mark.parametrize("hidden", [(16,), (20, 30)])
+@pytest.mark.parametrize("backend", [*WRITTEN_OUT, ON_A_GPU])
+def test_a_loss_that_is_not_finite_names_the_step(backend, hidden):
+    config = TrainConfig(hidden=hidden, epochs=1, batch_size=1, lr=1e30, backend=backend)
+    device = "cuda" if backend == "cuda" else "cpu"
     with pytest.raises(UserError, match=r"the loss is (nan|inf) at step [1-9]\d* of 150"):
-        fit(MLP((784, 16, 10)), fewer(150), config)
+        fit(MLP((784, *hidden, 10)).to(device), fewer(150).to(device), config)
 
 
 @pytest.mark.parametrize("backend", WRITTEN_OUT)
