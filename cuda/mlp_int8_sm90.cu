@@ -57,15 +57,6 @@ __device__ __forceinline__ int line_of(int K) { return (pieces_of(K) | 1) * PIEC
 
 // --- copies and barriers ------------------------------------------------------------------------------------------
 
-// Both addresses and `bytes` are multiples of 16.
-__device__ __forceinline__ void bulk_load(void* to, const void* from, int bytes, unsigned long long* barrier) {
-    asm volatile(
-        "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(
-            shared_address(to)),
-        "l"(from), "r"(bytes), "r"(shared_address(barrier))
-        : "memory");
-}
-
 __device__ __forceinline__ void copy_word_async(float* to, const float* from) {
     asm volatile("cp.async.ca.shared.global [%0], [%1], 4;" ::"r"(shared_address(to)), "l"(from) : "memory");
 }
