@@ -25,6 +25,7 @@ STALLS = (
 )
 METRICS = {
     "us": "gpu__time_duration.sum",
+    "multiprocessors": "launch__sm_count",
     "blocks": "launch__grid_size",
     "cluster": "launch__cluster_size",
     "registers": "launch__registers_per_thread",

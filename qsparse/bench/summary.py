@@ -45,20 +45,21 @@ class Ceilings:
     def share(self, each: dict, gbps: float | None = None) -> dict:
         """The row's percent of the ceiling: the least time that work and bytes allow, over the time taken.
 
-        `gbps` is another bandwidth than a copy's. A row without TFLOP/s has bytes to move and no work.
+        A row without TFLOP/s, or with a bandwidth of its own in `gbps`, has bytes to move and no work to speak of.
         """
-        gbps = gbps or self.gbps
-        compute = self.tflops.get((each["dtype"], each.get("precision")))
-        if not each["us"] or (each["tflops"] and not compute):
+        works = each["tflops"] and not gbps
+        compute = self.tflops.get((each["dtype"], each.get("precision"))) if works else None
+        if not each["us"] or (works and not compute):
             return NO_CEILING
+        gbps = gbps or self.gbps
         shares = {"memory": each["gbps"] / gbps}
-        if each["tflops"]:
+        if works:
             shares["compute"] = each["tflops"] / compute
         bound = max(shares, key=shares.__getitem__)
         return {
             "percent_of_ceiling": round(100 * shares[bound], 2),
             "bound": bound,
-            "ceiling_tflops": round(compute, 1) if each["tflops"] else None,
+            "ceiling_tflops": round(compute, 1) if works else None,
             "ceiling_gbps": round(gbps, 0),
         }
 

@@ -238,6 +238,12 @@ def test_the_ceiling_is_the_best_of_ours_and_the_peers_at_the_largest_shape():
     share = ceilings.share(make_row((1, 1, 1), 1.0, us=5.0, tflops=top / 2, gbps=750.0))
     assert (share["percent_of_ceiling"], share["bound"]) == (75.0, "memory")
     assert ceilings.share(make_row((1, 1, 1), 1.0, us=5.0, dtype="float32", tflops=1.0))["percent_of_ceiling"] is None
+    for row, gbps in (
+        (make_row((8, 8), 1.0, us=5.0, gbps=600.0), None),  # nothing is multiplied
+        (make_row((1, 8, 8), 1.0, us=5.0, tflops=top, gbps=900.0, dtype="int8wo"), 1500.0),
+    ):
+        share = ceilings.share(row, gbps)
+        assert (share["percent_of_ceiling"], share["bound"], share["ceiling_tflops"]) == (60.0, "memory", None)
 
 
 def test_the_largest_shape_is_measured_first():
