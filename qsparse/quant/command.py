@@ -104,8 +104,8 @@ def quantize(
         typer.Option(
             metavar="OPTION=A,B,...",
             show_default=False,
-            help="Measure each value of an option, as calibration=minmax,mse, in one table; repeat it for all "
-            "combinations.",
+            help="Measure each value of an option, as calibration=minmax,mse or range=-1:1,-10:10, in one table; "
+            "repeat it for all combinations.",
         ),
     ] = None,
     device: DeviceOption = Device.auto,

@@ -8,15 +8,16 @@ from typing import Any
 from qsparse.errors import UserError
 from qsparse.quant.config import QuantConfig
 
-_FIELDS = {field.name.replace("_", "-"): field for field in dataclasses.fields(QuantConfig)}
-SWEPT = tuple(name for name, field in _FIELDS.items() if field.type in (str, str | None, int, float))
-"""The options that take one text or one number."""
+_FIELDS = {field.name.replace("_", "-"): field for field in dataclasses.fields(QuantConfig) if field.name != "layers"}
+SWEPT = tuple(_FIELDS)
+_SWITCHES = {"yes": True, "no": False}
 
 
 def sweep(options: Mapping[str, Any], lists: Sequence[str]) -> list[QuantConfig]:
     """The configurations of `options` (fields of `QuantConfig`) with each combination of the values in `lists`.
 
-    lists: texts like "calibration=minmax,mse", each of another option; they take the place of what `options` says.
+    lists: texts like "calibration=minmax,mse", each of another option; they take the place of what `options` says. A
+    range is LO:HI, and what is on or off is yes or no.
     Combinations that come to the same variant count once. Raises UserError for an option that cannot be swept, a value
     that is no number where one is needed, and as `QuantConfig` for combinations that do not go together.
     """
@@ -35,9 +36,19 @@ def sweep(options: Mapping[str, Any], lists: Sequence[str]) -> list[QuantConfig]
 
 
 def _value(field: dataclasses.Field, text: str, value: str) -> Any:
-    if field.type not in (int, float):
-        return value
+    option = field.name.replace("_", "-")
+    if field.type is bool:
+        if value not in _SWITCHES:
+            raise UserError(f"--sweep {text}: {option} is yes or no, not {value!r}.")
+        return _SWITCHES[value]
     try:
-        return field.type(value)
+        if field.type in (int, float):
+            return field.type(value)
+        if field.type == float | None:
+            return float(value)
+        if field.type == tuple[float, float] | None:
+            lo, hi = value.split(":")
+            return float(lo), float(hi)
     except ValueError:
-        raise UserError(f"--sweep {text}: {value!r} is no number of --{field.name.replace('_', '-')}.") from None
+        raise UserError(f"--sweep {text}: {value!r} is no number of --{option}, or no LO:HI.") from None
+    return value

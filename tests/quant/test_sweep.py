@@ -1,3 +1,5 @@
+import dataclasses
+
 import pytest
 
 from qsparse.errors import UserError
@@ -20,15 +22,25 @@ def test_what_comes_to_the_same_counts_once():
 
 
 def test_what_can_be_swept():
-    assert {"dtype", "calibration", "calibration-samples", "percentile", "granularity", "group", "method"} <= set(SWEPT)
-    assert not {"range", "simulate", "symmetric"} & set(SWEPT)
+    """Every option but the layers, whose own commas a list could not tell from its own."""
+    assert set(SWEPT) == {field.name.replace("_", "-") for field in dataclasses.fields(QuantConfig)} - {"layers"}
+    static = {"activations": "static", "calibration": "fixed"}
+    swept = sweep(static, ["range=-1:1,-10:10", "weight-calibration=mse", "simulate=yes", "symmetric=no,yes"])
+    assert [(config.range, config.symmetric) for config in swept] == [
+        ((-1, 1), False), ((-1, 1), True), ((-10, 10), False), ((-10, 10), True)
+    ]  # fmt: skip
+    assert [config.lr for config in sweep({}, ["qat-epochs=2", "lr=0.1,0.01"])] == [0.1, 0.01]
 
 
 @pytest.mark.parametrize(
     ("lists", "message"),
     [
         (["colour=red"], "give OPTION=VALUE,VALUE with OPTION one of dtype, activations, calibration"),
-        (["range=1,2"], "give OPTION=VALUE,VALUE"),
+        (["layers=fc1"], "give OPTION=VALUE,VALUE"),
+        (["range=1,2"], "'1' is no number of --range, or no LO:HI"),
+        (["range=1:2:3"], "'1:2:3' is no number of --range"),
+        (["simulate=true"], "simulate is yes or no, not 'true'"),
+        (["lr=fast"], "'fast' is no number of --lr"),
         (["group"], "give OPTION=VALUE,VALUE"),
         (["group=32,many"], "'many' is no number of --group"),
         (["percentile=x"], "'x' is no number of --percentile"),
