@@ -34,9 +34,9 @@ def limits(bits: int | str, symmetric: bool = True) -> tuple[float, float]:
 def scale_and_zero(lo: Tensor, hi: Tensor, bits: int | str, symmetric: bool = True) -> tuple[Tensor, Tensor]:
     """Scale and zero point (integers in float32) of ranges ``lo <= hi``, float32 of any shape; 0 is always included.
 
-    Symmetric: ``max(|lo|, |hi|)`` over the largest q, and 0. The largest of 8 bits is 127; torchao divides by 127.5, and
-    uses -128 too. Else ``(hi - lo) / (2^bits - 1)`` and the integer nearest to ``-lo / scale``, so that 0 is exact.
-    Where the scale would be below the smallest normal float32 it is 1, and the zero point 0.
+    Symmetric: ``max(|lo|, |hi|)`` over the largest q, and 0. The largest of 8 bits is 127 (torchao divides by 127.5,
+    and uses -128 too). Else ``(hi - lo) / (2^bits - 1)`` and the integer nearest to ``-lo / scale``, so that 0 is
+    exact. Where the scale would be below the smallest normal float32 it is 1, and the zero point 0.
     """
     lo, hi = lo.float().clamp(max=0), hi.float().clamp(min=0)
     q_min, q_max = limits(bits, symmetric)
