@@ -10,6 +10,8 @@ import torch
 from qsparse import nn
 from qsparse.data import normalize
 
+_FLOATS = (torch.float32, torch.float16, torch.bfloat16)
+
 
 class MLP(torch.nn.Module):
     """Fully connected layers named ``fc1``, ``fc2``, ..., each but the last followed by a ReLU.
@@ -54,7 +56,10 @@ class MLP(torch.nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         if x.dtype == torch.uint8:
             x = normalize(x, self.input_dtype)
-        for layer in self.children():
+        layers = list(self.children())
+        if nn.is_quant_network(layers):
+            return nn.quant_network(layers, x if x.dtype in _FLOATS else x.float())
+        for layer in layers:
             x = layer(x.to(_dtype_of(layer)))
         return x.float()
 

@@ -119,6 +119,29 @@ def test_a_mixed_model_runs_on_every_device(device, images):
     assert (logits.cpu() - reference).norm() / reference.norm() < 0.05
 
 
+@pytest.mark.parametrize("static", [False, True])
+@pytest.mark.parametrize("sizes", [(784, 10), (784, 256, 10), (784, 33, 20, 30, 40, 10)], ids=str)
+def test_an_int8_network_is_its_layers_one_after_the_other(device, sizes, static, images):
+    model = models.MLP(sizes)
+    layers = {name: nn.QuantLinear.from_linear(layer) for name, layer in model.layers().items()}
+    if static:
+        layers["fc1"].input_scale = torch.full((1,), 0.02)
+    model = model.replace(layers).to(device)
+    images = images.to(device)
+    inputs = [images, *(normalize(images, dtype) for dtype in (torch.float32, torch.float16, torch.float64))]
+    for x in [*inputs, inputs[1][:1], inputs[1].view(4, 5, 784)]:
+        logits = model(x)
+        y = normalize(x) if x.dtype == torch.uint8 else x.float()
+        for layer in model.layers().values():
+            y = layer(y)
+        assert torch.equal(logits, y)
+        seen = []
+        handle = model.fc1.register_forward_hook(lambda *arguments, seen=seen: seen.append(arguments))
+        assert torch.equal(model(x), logits)
+        assert len(seen) == 1
+        handle.remove()
+
+
 def mixed_model_reference(images):
     """The same weights, dense and in float32."""
     model = mixed_model()

@@ -7,7 +7,7 @@ Every layer has ``in_features``, ``out_features``, ``activation`` (None or "relu
 from qsparse.nn.fp8_linear import Fp8Linear
 from qsparse.nn.linear import Linear
 from qsparse.nn.loss import cross_entropy
-from qsparse.nn.quant_linear import QuantLinear
+from qsparse.nn.quant_linear import QuantLinear, is_quant_network, quant_network
 from qsparse.nn.sparse_linear import SparseLinear
 from qsparse.nn.weight_only_linear import WeightOnlyLinear
 
@@ -31,4 +31,6 @@ __all__ = [
     "WeightOnlyLinear",
     "cross_entropy",
     "from_description",
+    "is_quant_network",
+    "quant_network",
 ]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 
 from qsparse import kernels
@@ -79,3 +81,17 @@ class QuantLinear(torch.nn.Module):
     @classmethod
     def from_description(cls, options: dict) -> QuantLinear:
         return cls(**options)
+
+
+def is_quant_network(layers: Sequence[torch.nn.Module]) -> bool:
+    """Whether ``quant_network`` computes these layers: int8 ones, all but the last with a ReLU, that nobody watches."""
+    return all(
+        type(layer) is QuantLinear and not layer._forward_pre_hooks and not layer._forward_hooks for layer in layers
+    ) and ([layer.activation for layer in layers] == ["relu"] * (len(layers) - 1) + [None])
+
+
+def quant_network(layers: Sequence[QuantLinear], x: torch.Tensor) -> torch.Tensor:
+    """The layers one after the other, with the same bits; on a GPU in one launch where that is faster."""
+    names = ("weight", "weight_scale", "bias", "input_scale")
+    weights, scales, biases, input_scales = ([getattr(layer, name) for layer in layers] for name in names)
+    return by_rows(x, lambda x: kernels.mlp_int8(x, weights, scales, biases, input_scales=input_scales))
