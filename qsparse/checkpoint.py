@@ -404,11 +404,11 @@ def append_rows(run: str | Path, rows: Iterable[Mapping[str, Any]]) -> None:
 
 
 def read_rows(run: str | Path) -> list[dict[str, Any]]:
-    """Return the rows of `run`, oldest first; none when nothing was measured. Raises UserError for a broken line.
+    """Return the rows of `run` (or of a .jsonl file), oldest first; none when nothing was measured.
 
-    NaN and Infinity, which no JSON holds and no row of ours, break a line too.
+    Raises UserError for a broken line; NaN and Infinity, which no JSON holds and no row of ours, break one too.
     """
-    path = Path(run) / ROWS
+    path = Path(run) if Path(run).is_file() else Path(run) / ROWS
     if not path.exists():
         return []
     rows, lines = [], _read_text(path).split("\n")

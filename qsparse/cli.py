@@ -335,11 +335,17 @@ def formats(
 def report(
     runs: Annotated[
         list[Path] | None,
-        typer.Argument(metavar="RUNS", show_default=False, help="Run directories; left out: all under runs/."),
+        typer.Argument(
+            metavar="RUNS", show_default=False, help="Runs, sweeps, files of rows; left out: all under runs/."
+        ),
     ] = None,
     out: Annotated[
         Path | None,
         typer.Option(metavar="PNG", show_default="report.png in the run, or beside the runs", help="The picture."),
+    ] = None,
+    html: Annotated[
+        Path | None,
+        typer.Option(metavar="HTML", show_default=False, help="Write a page, too, that needs nothing else to open."),
     ] = None,
     as_json: JsonOption = False,
 ) -> None:
@@ -347,9 +353,11 @@ def report(
     from qsparse import collect
     from qsparse.report import show
 
-    collected = collect.collect(runs or (), out=out, console=progress_console())
+    collected = collect.collect(runs or (), out=out, html=html, console=progress_console())
     show(collected.rows, text_stream(as_json))
     print(f"picture: {collected.picture}", file=text_stream(as_json))
+    if collected.page:
+        print(f"page: {collected.page}", file=text_stream(as_json))
     if as_json:
         print_json(collected.to_json())
 

@@ -48,8 +48,8 @@ class SearchConfig:
     """What is searched, and how a plan is judged. All processes of a study must agree on it.
 
     dtypes: what layers may be, of `plan.DTYPES`. least_density, most_density: of a sparse layer. batch: the batch size
-    whose latency counts. budget_s: seconds of timing for each plan (and batch size) on a CPU. finetune_epochs: of training after the
-    pruning of a plan.
+    whose latency counts. budget_s: seconds of timing for each plan (and batch size) on a CPU. finetune_epochs: of
+    training after the pruning of a plan.
     Raises UserError for what is out of range.
     """
 

@@ -1,0 +1,180 @@
+"""Saved models of a run -> what a page shows of each: its weights on their grid, its mask, the answers that changed."""
+
+from __future__ import annotations
+
+import base64
+import io
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from PIL import Image
+from torch import Tensor
+
+from qsparse import checkpoint
+from qsparse.data import Split
+from qsparse.models import MLP
+from qsparse.nn import SparseLinear
+from qsparse.train.run import load_dataset
+
+SIDE = 28
+_BINS = 120
+_STEPS_A_BIN = 0.25
+_DIGITS = 12
+"""Shown of those that got wrong, and of those that got right."""
+_CHUNK = 10_000
+_ACCENT = (11, 95, 173)
+
+
+@dataclass
+class Insides:
+    """What `look` collects: a JSON-able dict a variant; the test images that these show, as PNG in base64."""
+
+    variants: list[dict[str, Any]] = field(default_factory=list)
+    images: list[str] = field(default_factory=list)
+    _places: dict[tuple[str, int], int] = field(default_factory=dict)
+
+    def look(self, run: Path, variants: Sequence[str]) -> None:
+        """Add each of the `variants` saved in `run`, beside its dense model, on the CPU.
+
+        Raises UserError where a model cannot be loaded, or the data that the run was trained on are not there.
+        """
+        dense = checkpoint.load(run)
+        test = load_dataset(run).test
+        before = _answers(dense, test)
+        for variant in variants:
+            model = checkpoint.load(run / variant)
+            self.variants.append(
+                {
+                    "run": str(run),
+                    "variant": variant,
+                    "layers": [_weights(name, layer, dense.layers()[name]) for name, layer in model.layers().items()],
+                    "masks": _masks(model),
+                    **self._changes(run, test, before, _answers(model, test)),
+                }
+            )
+
+    def _changes(self, run: Path, test: Split, before: Tensor, after: Tensor) -> dict[str, Any]:
+        lost = ((before == test.labels) & (after != test.labels)).nonzero().flatten().tolist()
+        won = ((before != test.labels) & (after == test.labels)).nonzero().flatten().tolist()
+        digits = []
+        for index in (*lost[:_DIGITS], *won[:_DIGITS]):
+            is_a, was, now = (int(answers[index]) for answers in (test.labels, before, after))
+            digits.append(
+                {
+                    "png": self._image(run, test, index),
+                    "label": f"Test image {index}, a {is_a}: the baseline reads {was}, the variant {now}",
+                    "caption": f"{is_a}: {was} → {now}",
+                }
+            )
+        shown = min(len(lost), _DIGITS) + min(len(won), _DIGITS)
+        changed = (
+            f"Of {len(test):,} test images {len(lost):,} that the baseline reads rightly are now read wrongly, and "
+            f"{len(won):,} the other way round; {shown} of them are shown (digit: baseline's answer → variant's)."
+        )
+        return {"digits": digits, "changed": changed}
+
+    def _image(self, run: Path, test: Split, index: int) -> int:
+        """The place in `images` of a test image."""
+        key = (str(run), index)
+        if key not in self._places:
+            self._places[key] = len(self.images)
+            self.images.append(_png(test.images[index].reshape(SIDE, SIDE).to(torch.uint8)))
+        return self._places[key]
+
+
+@torch.inference_mode()
+def _answers(model: MLP, test: Split) -> Tensor:
+    return torch.cat([model(chunk).argmax(dim=1) for chunk in test.images.split(_CHUNK)])
+
+
+def _weights(name: str, layer: torch.nn.Module, dense: torch.nn.Module) -> dict[str, Any]:
+    """The histogram of a layer's weights over those of the dense model."""
+    w = dense.weight.detach().float()
+    q, scale = getattr(layer, "weight", None), getattr(layer, "weight_scale", None)
+    if isinstance(layer, SparseLinear):
+        kept = layer.values.detach().float()
+        share = kept.numel() / max(w.numel(), 1)
+        note = f"the {kept.numel():,} of {w.numel():,} weights that stay ({share:.1%})"
+        return _in_reals(name, w, {"stay": kept}, note)
+    if q is not None and scale is not None and not q.is_floating_point() and q.shape == w.shape:
+        return _on_grid(name, w, q, scale)
+    if q is not None and q.is_floating_point() and q.shape == w.shape:
+        kind = str(q.dtype).removeprefix("torch.")
+        return _in_reals(name, w, {kind: q.detach().float()}, f"stored as {kind}, whose grid is finer than a bar")
+    return _in_reals(name, w, {}, f"stored by {type(layer).__name__}, which shows no grid")
+
+
+def _on_grid(name: str, w: Tensor, q: Tensor, scale: Tensor) -> dict[str, Any]:
+    """In steps of the grid, which differ by channel: the dense weights, and how many each level holds."""
+    steps = w / scale.reshape(len(scale), *([1] * (w.dim() - 1)))
+    largest = max(int(q.abs().max()) if q.numel() else 0, 1)
+    bins = round(2 * (largest + 1) / _STEPS_A_BIN)
+    levels, counts = q.int().unique(return_counts=True)
+    unused = 2 * largest + 1 - len(levels)
+    return {
+        "name": name,
+        "note": f"On a grid of {largest * 2 + 1} levels, of which {unused} hold no weight. The dense weights are "
+        "divided by their channel's scale.",
+        "axis": "weight in steps of its channel's grid",
+        "bars": [
+            _bars("dense", steps, -largest - 1, largest + 1, bins),
+            {"name": "on the grid", "x": levels.tolist(), "y": counts.tolist(), "width": _STEPS_A_BIN},
+        ],
+        "grid": list(range(-largest, largest + 1)),
+        "label": f"Histogram of the weights of layer {name} in steps of its quantization grid: levels from {-largest} "
+        f"to {largest}, of which {unused} hold no weight; {int((q == 0).sum()):,} of {q.numel():,} weights became 0.",
+    }
+
+
+def _in_reals(name: str, w: Tensor, others: dict[str, Tensor], note: str) -> dict[str, Any]:
+    largest = max([float(t.abs().max()) for t in (w, *others.values()) if t.numel()], default=0.0) or 1.0
+    bars = [_bars(what, tensor, -largest, largest, _BINS) for what, tensor in {"dense": w, **others}.items()]
+    label = f"Histogram of the weights of layer {name}, from {-largest:.3g} to {largest:.3g}: {note}."
+    return {
+        "name": name,
+        "note": f"{note[0].upper()}{note[1:]}.",
+        "axis": "weight",
+        "bars": bars,
+        "grid": None,
+        "label": label,
+    }
+
+
+def _bars(name: str, values: Tensor, low: float, high: float, bins: int) -> dict[str, Any]:
+    counts = torch.histc(values.flatten(), bins=bins, min=low, max=high).int()
+    width = (high - low) / bins
+    centres = [float(f"{low + (place + 0.5) * width:.6g}") for place in range(bins)]
+    return {"name": name, "x": centres, "y": counts.tolist(), "width": width}
+
+
+def _masks(model: MLP) -> list[dict[str, Any]]:
+    """A picture for each sparse layer that reads pixels: how many weights of each of them stay."""
+    pictures = []
+    for name, layer in model.layers().items():
+        if not isinstance(layer, SparseLinear) or layer.in_features != SIDE * SIDE:
+            continue
+        columns = layer.col_indices if layer.format == "csr" else layer.cols
+        kept = torch.bincount(columns.long(), minlength=SIDE * SIDE).reshape(SIDE, SIDE)
+        alive = int((kept > 0).sum())
+        caption = (
+            f"{name}: {alive} of {SIDE * SIDE} pixels keep a weight, at most {int(kept.max())} of {layer.out_features}"
+        )
+        pictures.append({"png": _mask_png(kept), "caption": caption, "label": f"28 x 28 picture of {caption}"})
+    return pictures
+
+
+def _mask_png(kept: Tensor) -> str:
+    """The more weights a pixel keeps the more opaque it is; one that keeps none is not there."""
+    opacity = torch.where(kept > 0, 64 + 191 * kept / kept.max().clamp(min=1), 0).to(torch.uint8)
+    colour = torch.tensor(_ACCENT, dtype=torch.uint8).expand(SIDE, SIDE, 3)
+    return _png(torch.cat((colour, opacity[..., None]), dim=2))
+
+
+def _png(pixels: Tensor) -> str:
+    """uint8 (H, W) or (H, W, 4) as a PNG in base64."""
+    file = io.BytesIO()
+    Image.fromarray(pixels.numpy()).save(file, "png", optimize=True)
+    return base64.b64encode(file.getvalue()).decode()
