@@ -82,30 +82,28 @@ __device__ __forceinline__ void group_sync(unsigned* counter, int rank, int grou
 
 // --- quantizing ---------------------------------------------------------------------------------------------------
 
-template <typename T> __device__ __forceinline__ float4 load4(const T* row, int k, int K, bool aligned) {
-    float4 v = {0.0f, 0.0f, 0.0f, 0.0f};
-    if (aligned && k + 4 <= K) {
-        if constexpr (sizeof(T) == 4) {
-            v = *reinterpret_cast<const float4*>(row + k);
-        } else {
-            const uint2 raw = *reinterpret_cast<const uint2*>(row + k);
-            const T* four = reinterpret_cast<const T*>(&raw);
-            v = {to_float(four[0]), to_float(four[1]), to_float(four[2]), to_float(four[3])};
-        }
-    } else {
-        if (k < K) v.x = to_float(row[k]);
-        if (k + 1 < K) v.y = to_float(row[k + 1]);
-        if (k + 2 < K) v.z = to_float(row[k + 2]);
-        if (k + 3 < K) v.w = to_float(row[k + 3]);
+// What is rare is not inlined: the code itself comes from memory, and less of it comes sooner.
+
+__device__ __noinline__ float4 load4_slowly(const void* row, int k, int K, int kind) {
+    float v[4];
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+        v[i] = 0.0f;
+        if (k + i < K)
+            v[i] = kind == 0   ? static_cast<const float*>(row)[k + i]
+                   : kind == 1 ? to_float(static_cast<const __half*>(row)[k + i])
+                               : to_float(static_cast<const __nv_bfloat16*>(row)[k + i]);
     }
-    return v;
+    return {v[0], v[1], v[2], v[3]};
 }
 
-// Four quotients, one to a byte.
-template <bool QUICK> __device__ __forceinline__ unsigned nearest4(const Divider& by, float4 v) {
-    auto nearest = [&](float x) { return static_cast<unsigned>(QUICK ? by.nearest_quickly(x) : by.nearest(x)); };
-    const unsigned low = __byte_perm(nearest(v.x), nearest(v.y), 0x0040);
-    return __byte_perm(low, __byte_perm(nearest(v.z), nearest(v.w), 0x0040), 0x5410);
+__device__ __forceinline__ unsigned packed(int a, int b, int c, int d) {
+    return __byte_perm(__byte_perm(a, b, 0x0040), __byte_perm(c, d, 0x0040), 0x5410);
+}
+
+__device__ __noinline__ unsigned nearest4_slowly(float4 v, float scale) {
+    const Divider by(scale, -127, 127);
+    return packed(by.nearest(v.x), by.nearest(v.y), by.nearest(v.z), by.nearest(v.w));
 }
 
 __device__ __forceinline__ unsigned largest_of(float4 v) {
@@ -116,15 +114,41 @@ __device__ __forceinline__ unsigned largest_of(float4 v) {
 
 // One row by TEAM threads, a warp or the block; `fixed` is its static scale, 0 for absmax / 127. Zeros fill up the last
 // piece. A row with NaN or Inf gets a NaN scale and zeros.
-template <typename T, int TEAM>
-__device__ __forceinline__ void quantize_row(const T* row, int K, bool aligned, float fixed, signed char* q, float* scale,
-                                             unsigned* partial) {
-    constexpr int WORDS = (TEAM == 32 ? LONGEST_OF_A_WARP : LONGEST) / 4 / TEAM + (LONGEST / 4 % TEAM != 0);
+template <int TEAM>
+__device__ __forceinline__ void quantize_row(const void* row, int K, int kind, bool aligned, float fixed,
+                                             signed char* q, float* scale, unsigned* partial) {
+    constexpr int LONG = TEAM == 32 ? LONGEST_OF_A_WARP : LONGEST, WORDS = (LONG / 4 + TEAM - 1) / TEAM;
     const int member = threadIdx.x % TEAM;
     float4 v[WORDS];
-    unsigned largest = 0;
+    if (!aligned) {
 #pragma unroll
-    for (int i = 0; i < WORDS; ++i) v[i] = load4(row, 4 * (member + i * TEAM), K, aligned);
+        for (int i = 0; i < WORDS; ++i) v[i] = load4_slowly(row, 4 * (member + i * TEAM), K, kind);
+    } else if (kind == 0) {
+#pragma unroll
+        for (int i = 0; i < WORDS; ++i) {
+            const int word = member + i * TEAM;
+            v[i] = 4 * word < K ? static_cast<const float4*>(row)[word] : float4{0.0f, 0.0f, 0.0f, 0.0f};
+        }
+    } else {
+        uint2 raw[WORDS];
+#pragma unroll
+        for (int i = 0; i < WORDS; ++i) {
+            const int word = member + i * TEAM;
+            raw[i] = 4 * word < K ? static_cast<const uint2*>(row)[word] : uint2{0, 0};
+        }
+#pragma unroll
+        for (int i = 0; i < WORDS; ++i) {
+            if (kind == 1) {
+                const float2 low = __half22float2(*reinterpret_cast<__half2*>(&raw[i].x));
+                const float2 high = __half22float2(*reinterpret_cast<__half2*>(&raw[i].y));
+                v[i] = {low.x, low.y, high.x, high.y};
+            } else {  // bfloat16 is the upper half of a float
+                v[i] = {__uint_as_float(raw[i].x << 16), __uint_as_float(raw[i].x & 0xffff0000u),
+                        __uint_as_float(raw[i].y << 16), __uint_as_float(raw[i].y & 0xffff0000u)};
+            }
+        }
+    }
+    unsigned largest = 0;
 #pragma unroll
     for (int i = 0; i < WORDS; ++i) largest = max(largest, largest_of(v[i]));
     largest = __reduce_max_sync(~0u, largest);
@@ -145,22 +169,32 @@ __device__ __forceinline__ void quantize_row(const T* row, int K, bool aligned, 
 #pragma unroll
     for (int i = 0; i < WORDS; ++i) {
         const int k = 4 * (member + i * TEAM);
-        if (k < bytes) *reinterpret_cast<unsigned*>(q + k) = !finite ? 0 : by.quick ? nearest4<true>(by, v[i]) : nearest4<false>(by, v[i]);
+        if (k >= bytes) break;
+        unsigned four = 0;
+        if (finite)
+            four = by.quick ? packed(by.nearest_quickly(v[i].x), by.nearest_quickly(v[i].y),
+                                     by.nearest_quickly(v[i].z), by.nearest_quickly(v[i].w))
+                            : nearest4_slowly(v[i], s);
+        *reinterpret_cast<unsigned*>(q + k) = four;
     }
     if (member == 0) *scale = finite ? s : not_a_number();
 }
 
-// Rows [0, rows) of `x`, to lines of q and to scales. The block's threads all take part and need not be in step.
-template <typename T, int THREADS>
-__device__ __forceinline__ void quantize(const T* x, long long ldx, int rows, int K, bool aligned, float fixed,
-                                         signed char* q, int ldq, float* scales, unsigned (*partial)[THREADS / 32]) {
+// Rows [0, rows) of `x`, `stride` bytes apart, to lines of q and to scales; `kind` as in Network. All threads of the
+// block take part, and need not be in step.
+template <int THREADS>
+__device__ __forceinline__ void quantize(const char* x, long long stride, int rows, int K, int kind, bool aligned,
+                                         float fixed, signed char* q, int ldq, float* scales,
+                                         unsigned (*partial)[THREADS / 32]) {
     if (rows > 2 && K <= LONGEST_OF_A_WARP) {
+#pragma unroll 1
         for (int r = threadIdx.x / 32; r < rows; r += THREADS / 32)
-            quantize_row<T, 32>(x + r * ldx, K, aligned, fixed, q + r * ldq, scales + r, nullptr);
+            quantize_row<32>(x + r * stride, K, kind, aligned, fixed, q + r * ldq, scales + r, nullptr);
     } else {
         // a row's partial maxima are still being read while the next one's are written, but not those of the one after
+#pragma unroll 1
         for (int r = 0; r < rows; ++r)
-            quantize_row<T, THREADS>(x + r * ldx, K, aligned, fixed, q + r * ldq, scales + r, partial[r % 2]);
+            quantize_row<THREADS>(x + r * stride, K, kind, aligned, fixed, q + r * ldq, scales + r, partial[r % 2]);
     }
 }
 
@@ -207,6 +241,7 @@ __device__ __forceinline__ void multiply(int (&d)[MW][NT][4], const signed char*
     b += g * ldb + t * 16;
     Rows<MW> next;
     if (first < pieces) load_rows<MW, LOCAL>(next, a + first * PIECE, lda, rows);
+#pragma unroll 1
     for (int p = first; p < pieces; p += step) {
         const Rows<MW> now = next;
         if (p + step < pieces) load_rows<MW, LOCAL>(next, a + (p + step) * PIECE, lda, rows);
@@ -252,12 +287,15 @@ __global__ void __launch_bounds__(WM * KS * 32, 1) mlp_int8_sm90(const __grid_co
     };
 
     if (threadIdx.x == 0) {
-        for (int l = 0; l <= last; ++l) mbarrier_init(&arrived[l], 1);
+#pragma unroll
+        for (int l = 0; l < LAYERS; ++l) mbarrier_init(&arrived[l], 1);
         mbarrier_init_fence();
     }
     if constexpr (KS > 1)
+#pragma unroll 1
         for (int i = threadIdx.x; i < BM * TILE_LD; i += THREADS) tile[i] = 0;
     __syncthreads();
+#pragma unroll 1
     for (int l = 0; l <= last; ++l) {
         const Layer& layer = net.layer[l];
         const int count = count_of(l), line = line_of(layer.K);
@@ -266,13 +304,17 @@ __global__ void __launch_bounds__(WM * KS * 32, 1) mlp_int8_sm90(const __grid_co
         if (layer.bulk) {
             if (threadIdx.x == 0) mbarrier_expect_bytes(&arrived[l], count * layer.K);
             if (lane == 0)
+#pragma unroll 1
                 for (int n = warp; n < count; n += THREADS / 32)
                     bulk_load(to + n * line, w + static_cast<long long>(n) * layer.K, layer.K, &arrived[l]);
         } else {
+#pragma unroll 1
             for (int n = warp; n < count; n += THREADS / 32)
+#pragma unroll 1
                 for (int k = lane; k < layer.K; k += 32) to[n * line + k] = w[static_cast<long long>(n) * layer.K + k];
         }
         float* scale_w = reinterpret_cast<float*>(shared + layer.scale_at);
+#pragma unroll 1
         for (int c = threadIdx.x; c < count; c += THREADS) {
             copy_word_async(scale_w + c, layer.scale_w + (first_of(l) + c) * layer.step_w);
             if (layer.bias)
@@ -287,36 +329,34 @@ __global__ void __launch_bounds__(WM * KS * 32, 1) mlp_int8_sm90(const __grid_co
         }
     }
 
+#pragma unroll 1
     for (int l = 0; l <= last; ++l) {
         const Layer& layer = net.layer[l];
         const bool by_rows = l == last;
-        if (by_rows && share0 == share1) return;
+        if (by_rows && share0 == share1) break;
         const bool local = by_rows || REDUNDANT;
         const int from = REDUNDANT && !by_rows ? 0 : share0, to = REDUNDANT && !by_rows ? rows : share1;
         const int K = layer.K, pieces = pieces_of(K), line = line_of(K);
         signed char* q = local ? act : layer.q + (m0 + from) * (pieces * PIECE);
         float* s = local ? scales : layer.scales + m0 + from;
         const int ldq = local ? line : pieces * PIECE;
-        if (l == 0) {
-            const float fixed = layer.scale_x ? *layer.scale_x : 0.0f;
-            const long long at = (m0 + from) * K;
-            if (net.kind == 0)
-                quantize<float, THREADS>(static_cast<const float*>(net.x) + at, K, to - from, K, net.aligned, fixed, q,
-                                         ldq, s, partial);
-            else if (net.kind == 1)
-                quantize<__half, THREADS>(static_cast<const __half*>(net.x) + at, K, to - from, K, net.aligned, fixed, q,
-                                          ldq, s, partial);
-            else
-                quantize<__nv_bfloat16, THREADS>(static_cast<const __nv_bfloat16*>(net.x) + at, K, to - from, K,
-                                                 net.aligned, fixed, q, ldq, s, partial);
-            copy_wait_all();
-        } else {
+        const char* x = static_cast<const char*>(net.x) + (m0 + from) * K * (net.kind == 0 ? 4 : 2);
+        long long stride = static_cast<long long>(K) * (net.kind == 0 ? 4 : 2);
+        float fixed = 0.0f;
+        if (l > 0) {
             const Layer& before = net.layer[l - 1];
-            quantize<float, THREADS>(before.y + (m0 + from) * before.ld, before.ld, to - from, K, true, fixed_scales[l],
-                                     q, ldq, s, partial);
+            x = reinterpret_cast<const char*>(before.y + (m0 + from) * before.ld);
+            stride = before.ld * 4;
+            fixed = fixed_scales[l];
+        } else if (layer.scale_x) {
+            fixed = *layer.scale_x;
         }
+        quantize<THREADS>(x, stride, to - from, K, l > 0 ? 0 : net.kind, l > 0 ? K % 4 == 0 : net.aligned, fixed, q,
+                          ldq, s, partial);
+        copy_wait_all();
         if (!local) {
             group_sync(counter, rank, net.group);
+#pragma unroll 1
             for (int r = threadIdx.x; r < rows; r += THREADS) scales[r] = __ldcg(layer.scales + m0 + r);
         }
         __syncthreads();
@@ -331,6 +371,7 @@ __global__ void __launch_bounds__(WM * KS * 32, 1) mlp_int8_sm90(const __grid_co
                                       scale_w[layer.slice + c]);
             y[static_cast<long long>(r) * layer.ld + c] = by_rows ? v : relu_of(v);
         };
+#pragma unroll 1
         for (int c0 = 0; c0 < count; c0 += BN) {
             const int columns = min(BN, count - c0), tiles = (columns + 7) / 8;
             const signed char* b = reinterpret_cast<const signed char*>(shared + layer.w_at) + c0 * line;
@@ -358,7 +399,9 @@ __global__ void __launch_bounds__(WM * KS * 32, 1) mlp_int8_sm90(const __grid_co
                     }
             if constexpr (KS > 1) {
                 __syncthreads();
+#pragma unroll 1
                 for (int r = warp; r < m_rows; r += THREADS / 32)
+#pragma unroll 1
                     for (int c = lane; c < columns; c += 32) {
                         finish(r, c0 + c, tile[r * TILE_LD + c]);
                         tile[r * TILE_LD + c] = 0;
@@ -368,4 +411,5 @@ __global__ void __launch_bounds__(WM * KS * 32, 1) mlp_int8_sm90(const __grid_co
         }
         if (!by_rows) group_sync(counter, rank, net.group);
     }
+    copy_wait_all();
 }
