@@ -42,6 +42,7 @@ template <typename T, typename O, int BN, int MASK, int PARTS> struct FloatEpilo
     }
 
     __device__ __forceinline__ void rows(int) {}
+    template <class Sums> __device__ __forceinline__ void correct(Sums&, int) {}
 
     __device__ __forceinline__ void finish(int, int, int m, int column, float a, float b, float& low, float& high) {
         low = a, high = b;

@@ -23,6 +23,7 @@
 //   COLUMN_BYTES           the shared memory it wants for each column of a tile and consumer;
 //   begin(columns, ...)    before a tile's products: fetch what its columns need into that memory;
 //   rows(m)                the same for this thread's rows, m + 64 i + 8 h for i < MI and h < 2;
+//   correct(sums, column)  once they are there: change them, as whole products, before a split K adds them up;
 //   finish(i, h, m, column, a, b, low, high)   the values of two neighbouring sums a and b;
 //   out, pair, pack        one value, or two, as they are stored.
 #pragma once
@@ -63,11 +64,11 @@ template <typename T, int A, int B> __device__ __forceinline__ void add(T (&to)[
     for (int i = 0; i < A * B; ++i) to[i / B][i % B] += values[i / B][i % B];
 }
 
-// Where the copy engine cannot store y (its rows are not multiples of 16 bytes), the threads do, element by element.
+// Where the copy engine cannot store y (its rows are not multiples of 16 bytes), the warp does, element by element.
 template <typename O>
 __device__ __noinline__ void copy_panel(const char* panel, O* y, int m0, int n0, int M, int N, bool accumulate,
-                                        int thread) {
-    for (int e = thread; e < 64 * 64; e += WARPGROUP) {
+                                        int lane) {
+    for (int e = lane; e < 16 * 64; e += 32) {
         const int row = e / 64, column = e % 64;
         if (m0 + row >= M || n0 + column >= N) continue;
         const int at = row * 128 + (column / 8 ^ row % 8) * 16 + column % 8 * 2;
@@ -102,8 +103,8 @@ struct Pipeline {
     static constexpr int X_BYTES = BM * ROW, W_BYTES = BN * ROW;
     static constexpr int PRODUCTS = PARTS == 2 ? 3 : 1;
     static constexpr bool STAGED = sizeof(O) == 2 && SPLIT == 1;  // y leaves through shared memory and TMA
-    static constexpr int PANEL_BYTES = 64 * 128;                   // 64 rows of 64 16-bit values
-    static constexpr int Y_BYTES = STAGED ? CONSUMERS * PANELS * PANEL_BYTES : 0;
+    static constexpr int PANEL_BYTES = 16 * 128;                   // 16 rows of 64 16-bit values
+    static constexpr int Y_BYTES = STAGED ? CONSUMERS * 4 * PANELS * PANEL_BYTES : 0;
     static constexpr int SHARED = STAGES * (X_BYTES + W_BYTES) + Y_BYTES + CONSUMERS * BN * Epilogue::COLUMN_BYTES +
                                   2 * STAGES * 8 + 1024;  // 1,024 to align
     static_assert(CONSUMERS <= 2, "the registers are divided among two consumers at most");
@@ -225,7 +226,7 @@ struct Pipeline {
                 if (k_count == 0) zero(acc);
                 epilogue.begin(columns + consumer * BN * Epilogue::COLUMN_BYTES, n0, thread,
                                [&] { barrier_sync(OWN + consumer, WARPGROUP); });
-                if constexpr (SPLIT == 1) epilogue.rows(m0 + row);
+                epilogue.rows(m0 + row);
                 // A parity tells two phases apart, no more: a consumer may not wait for its stages while the other's are
                 // still to come.
                 if (PINGPONG) barrier_sync(TURN + consumer, 2 * WARPGROUP);
@@ -311,6 +312,8 @@ struct Pipeline {
                         if (n + 1 < N) at[1] = epilogue.out(high);
                     }
                 };
+                if (SPLIT == 1 || rank == 0) epilogue.correct(acc, col);
+
                 if constexpr (SPLIT > 1) {
                     // Lay the sums out by register and thread; each block then adds up its share of the registers over
                     // the cluster, in rank order. The stages' memory is free: all loads of this (only) tile have landed.
@@ -337,16 +340,16 @@ struct Pipeline {
                         store(0, 1, m + 8, column, total[2], total[3]);
                     }
                 } else if constexpr (STAGED) {
-                    // Panels of 64 rows x 64 columns, 128-byte swizzled like the loads, PANELS of them in turn: one is
-                    // written while the copy engine, which clips at the matrix's edge, reads the others.
-                    char* const mine = y_tile + consumer * PANELS * PANEL_BYTES;
+                    // Panels of 16 rows x 64 columns, a warp's own, 128-byte swizzled like the loads, PANELS of them in
+                    // turn: one is written while the copy engine, which clips at the matrix's edge, reads the others.
+                    char* const mine = y_tile + (consumer * 4 + warp) * PANELS * PANEL_BYTES;
 #pragma unroll
                     for (int p = 0; p < MI * (BN / 64); ++p) {
                         const int i = p / (BN / 64), first = p % (BN / 64) * 64;
-                        const int panel_m = m0 + (share * MI + i) * 64;
+                        const int panel_m = m0 + (share * MI + i) * 64 + 16 * warp;
                         char* const panel = mine + p % PANELS * PANEL_BYTES;
-                        if (thread == 0) tma_store_wait_read<PANELS - 1>();
-                        barrier_sync(OWN + consumer, WARPGROUP);
+                        if (lane == 0) tma_store_wait_read<PANELS - 1>();
+                        __syncwarp();
 #pragma unroll
                         for (int j = 0; j < 8; j += 2) {
                             unsigned r[4];
@@ -359,21 +362,21 @@ struct Pipeline {
                                                 high);
                                 r[h] = epilogue.pack(low, high);
                             }
-                            const int to_row = 16 * warp + lane % 16, chunk = j + lane / 16;
+                            const int to_row = lane % 16, chunk = j + lane / 16;
                             stmatrix_x4(panel + to_row * 128 + (chunk ^ to_row % 8) * 16, r[0], r[1], r[2], r[3]);
                         }
                         fence_proxy_async();
-                        barrier_sync(OWN + consumer, WARPGROUP);
+                        __syncwarp();
                         if (!(flags & TMA_STORE)) {
-                            copy_panel(panel, y, panel_m, n0 + first, M, N, flags & ACCUMULATE, thread);
-                            barrier_sync(OWN + consumer, WARPGROUP);
-                        } else if (thread == 0) {
+                            copy_panel(panel, y, panel_m, n0 + first, M, N, flags & ACCUMULATE, lane);
+                            __syncwarp();
+                        } else if (lane == 0) {
                             if (flags & ACCUMULATE) tma_add(&y_map, panel, n0 + first, panel_m);
                             else tma_store(&y_map, panel, n0 + first, panel_m);
                             tma_store_commit();
                         }
                     }
-                } else if (sizeof(O) == 1 && flags & EIGHTS) {
+                } else if constexpr (sizeof(O) == 1) {
 #pragma unroll
                     for (int q = 0; q < MI * 2 * (BN / 32); ++q) {  // half a row group, four groups of 8 columns
                         const int i = q / (2 * (BN / 32)), h = q / (BN / 32) % 2, first = q % (BN / 32) * 32;
@@ -388,8 +391,14 @@ struct Pipeline {
                         }
                         const uint2 eight = gather_eight(group, lane % 4);
                         const int n = n0 + first + 8 * (lane % 4);
-                        if (m < M && n < N)
-                            *reinterpret_cast<uint2*>(y + static_cast<long long>(m) * N + n) = eight;
+                        if (m >= M) continue;
+                        O* const at = y + static_cast<long long>(m) * N + n;
+                        if (flags & EIGHTS) {
+                            if (n < N) *reinterpret_cast<uint2*>(at) = eight;
+                        } else {
+                            for (int b = 0; b < min(8, N - n); ++b)
+                                at[b] = static_cast<O>((b < 4 ? eight.x : eight.y) >> b % 4 * 8);
+                        }
                     }
                 } else {
 #pragma unroll
@@ -402,7 +411,7 @@ struct Pipeline {
                     }
                 }
             }
-            if (STAGED && thread == 0) tma_store_wait_read<0>();
+            if (STAGED && lane == 0) tma_store_wait_read<0>();
         }
         if (SPLIT > 1 && warpgroup == 0) cluster_sync();  // pairs with the consumers' before they add up
         if (CLUSTER > 1) cluster_sync();               // no block leaves while another may still reach its memory

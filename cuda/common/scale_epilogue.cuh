@@ -18,23 +18,27 @@ template <typename SumT, typename O, int BN, int MI> struct ScaleEpilogue {
     const Int8Epilogue& e;
     int M, N;
     Divider by;
-    float* scale_w;  // of this tile's columns
-    float* bias;
+    float up;
+    float2* columns;  // scale and bias of this tile's; two columns are read at once
     int* sums_w;
     float scale_x[MI][2];  // of this thread's rows
     int zero_x[MI][2];
 
     __device__ __forceinline__ ScaleEpilogue(const Int8Epilogue& e, int M, int N)
-        : e(e), M(M), N(N), by(int8_divider<O>(e.scale_y ? *e.scale_y : 1.0f)) {}
+        : e(e), M(M), N(N), by(int8_divider<O>(scale_y(e) * power(scale_y(e)))), up(power(scale_y(e))) {}
 
-    template <class Sync> __device__ __forceinline__ void begin(char* columns, int n0, int thread, Sync sync) {
-        scale_w = reinterpret_cast<float*>(columns);
-        bias = scale_w + BN;
-        sums_w = reinterpret_cast<int*>(bias + BN);
+    // Very small and very large scales, and what they divide, are moved by a power of two, which leaves the quotients:
+    // the quick division is then right for any, and no sum carries the code of the slow one.
+    static __device__ __forceinline__ float scale_y(const Int8Epilogue& e) { return e.scale_y ? *e.scale_y : 1.0f; }
+    static __device__ __forceinline__ float power(float s) { return s < 0x1p-90f ? 0x1p60f : s > 0x1p90f ? 0x1p-60f : 1.0f; }
+
+    template <class Sync> __device__ __forceinline__ void begin(char* memory, int n0, int thread, Sync sync) {
+        columns = reinterpret_cast<float2*>(memory);
+        sums_w = reinterpret_cast<int*>(columns + BN);
         sync();  // the previous tile's are no longer read
         for (int i = thread; i < BN; i += WARPGROUP) {
             const Int8Column column(e, min(n0 + i, N - 1));
-            scale_w[i] = column.scale, bias[i] = column.bias, sums_w[i] = column.sum;
+            columns[i] = make_float2(column.scale, column.bias), sums_w[i] = column.sum;
         }
         sync();
     }
@@ -50,19 +54,34 @@ template <typename SumT, typename O, int BN, int MI> struct ScaleEpilogue {
         }
     }
 
-    __device__ __forceinline__ Value finish(int i, int h, int column, Sum acc) {
+    // Take out what zero points put in, all at once: asking at each sum would cost those that have none.
+    template <int COUNT> __device__ __forceinline__ void correct(Sum (&acc)[MI][COUNT], int column) {
         if constexpr (is_same<Sum, int>) {
-            if (e.zero_x) acc = int8_corrected(acc, zero_x[i][h], sums_w[column]);
+            if (!e.zero_x) return;
+#pragma unroll
+            for (int at = 0; at < COUNT; ++at) {
+                const int sum = sums_w[column + at / 4 * 8 + at % 2];
+#pragma unroll
+                for (int i = 0; i < MI; ++i) acc[i][at] = int8_corrected(acc[i][at], zero_x[i][at % 4 / 2], sum);
+            }
         }
-        if constexpr (is_same<Value, int>) return e.relu ? max(acc, 0) : acc;
-        else return int8_value(acc, scale_x[i][h], scale_w[column], bias[column], e.relu);
-    }
-    __device__ __forceinline__ void finish(int i, int h, int, int column, Sum a, Sum b, Value& low, Value& high) {
-        low = finish(i, h, column, a);
-        high = finish(i, h, column + 1, b);
     }
 
-    __device__ __forceinline__ O out(Value v) { return int8_output<O>(v, by); }
+    __device__ __forceinline__ void finish(int i, int h, int, int column, Sum a, Sum b, Value& low, Value& high) {
+        if constexpr (is_same<Value, int>) {
+            low = e.relu ? max(a, 0) : a;
+            high = e.relu ? max(b, 0) : b;
+        } else {
+            const float4 two = *reinterpret_cast<const float4*>(columns + column);  // column is even
+            low = int8_value(a, scale_x[i][h], two.x, two.y, e.relu);
+            high = int8_value(b, scale_x[i][h], two.z, two.w, e.relu);
+        }
+    }
+
+    __device__ __forceinline__ O out(Value v) {
+        if constexpr (sizeof(O) == 1) return static_cast<O>(v == v ? by.nearest_quickly(v * up) : 0);
+        else return int8_output<O>(v, by);
+    }
     __device__ __forceinline__ typename Pair<O>::type pair(Value low, Value high) {
         if constexpr (sizeof(O) == 2) return pair_from<O>(low, high);
         else return {out(low), out(high)};

@@ -123,7 +123,8 @@ def launch_gemm(
 ) -> None:
     """Write the product of ``x`` (M, K) and ``w`` (N, K) into ``y`` (M, N), row-major.
 
-    ``x`` is int8 or uint8 and ``w`` int8, or both are e4m3. ``ldx`` and ``ldw`` are the strides of rows in bytes; ``config`` None takes the one that suits the shape.
+    ``x`` is int8 or uint8 and ``w`` int8, or both are e4m3. ``ldx`` and ``ldw`` are the strides of rows in bytes;
+    ``config`` None takes the one that suits the shape.
     """
     (m, k), n = x.shape, w.shape[0]
     found = _plan(x.device.index, m, n, k, ldx, ldw, x.dtype, y.dtype, y.data_ptr() % 16, config)
@@ -143,7 +144,7 @@ def _plan(device, m, n, k, ldx, ldw, x, out, y_offset, config) -> _Plan:
         flags |= _EIGHTS
     y_map = None
     if out in _HALVES and config.split == 1 and n % 8 == 0 and y_offset == 0:
-        y_map = (out, m, n, n, (64, 64))
+        y_map = (out, m, n, n, (16, 64))
         flags |= _TMA_STORE
     shared = config.shared(out.itemsize, COLUMN_BYTES)
     return _Plan(

@@ -146,7 +146,7 @@ def _plan(device, m, n, k, ldx, ldw, dtype, out, x_k, w_k, mask_mode, relu, accu
     flags = (_RELU if relu else 0) | (_ACCUMULATE if accumulate else 0) | _pairs(out, n, y_offset)
     y_map = None
     if out != torch.float32 and config.split == 1 and n % 8 == 0 and y_offset == 0:
-        y_map = (out, m, n, n, (64, 64))
+        y_map = (out, m, n, n, (16, 64))
         flags |= _TMA_STORE
     instance = config.instance(dtype, out, x_k, w_k, mask_mode)
     shared = config.shared(out.itemsize, dtype.itemsize)
