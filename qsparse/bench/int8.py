@@ -33,13 +33,14 @@ from qsparse.bench.harness import (
 )
 from qsparse.bench.peers import pytorch, torchao
 from qsparse.bench.shapes import (
+    CPU_QUANTIZED,
     CPU_SHAPES,
     CPU_WEIGHT_ONLY,
     DUEL,
+    GPU_QUANTIZED,
     GPU_SHAPES,
     GPU_WEIGHT_ONLY,
     LARGEST,
-    QUANTIZED_SHAPES,
     Shape,
 )
 from qsparse.bench.summary import NO_CEILING, Ceilings, Result, means
@@ -380,7 +381,8 @@ def bench(
         for shape in shapes or (GPU_WEIGHT_ONLY if on_gpu else CPU_WEIGHT_ONLY):
             time("gemm_weight_only", shape, lambda shape=shape: weight_only_cases(shape, device, compile, say), read)
     if "quantize_rows" in ops:
-        for m, k in dict.fromkeys((m, k) for m, _, k in shapes) if shapes else QUANTIZED_SHAPES:
+        matrices = dict.fromkeys((m, k) for m, _, k in shapes) or (GPU_QUANTIZED if on_gpu else CPU_QUANTIZED)
+        for m, k in matrices:
             time("quantize_rows", (m, k), lambda m=m, k=k: quantize_cases(m, k, device))
     ceiling = None
     if ceilings:

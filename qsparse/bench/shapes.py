@@ -41,7 +41,8 @@ CPU_SHAPES: tuple[Shape, ...] = (
     (1, 1024, 784),
 )
 
-QUANTIZED_SHAPES: tuple[tuple[int, int], ...] = ((60000, 784), (8192, 8192), (10000, 4096), (1024, 1024), (64, 784))
+GPU_QUANTIZED: tuple[tuple[int, int], ...] = ((60000, 784), (8192, 8192), (10000, 4096), (1024, 1024), (64, 784))
+CPU_QUANTIZED: tuple[tuple[int, int], ...] = ((10000, 784), (1024, 1024), (64, 784))
 """Rows and columns of activations that are quantized."""
 
 GPU_WEIGHT_ONLY: tuple[Shape, ...] = ((16, 8192, 8192), (1, 8192, 8192), (16, 16384, 16384), (1, 16384, 16384))
