@@ -1,6 +1,6 @@
-"""Time every configuration of the sm90 product at given shapes and keep the fastest: the tuning table's only author.
+"""Time every configuration of the sm90 products at given shapes and keep the fastest: the tuning table's only author.
 
-What a configuration is belongs to the kernel's face. Three names of `qsparse.kernels._gemm_sm90` are used:
+What a configuration is belongs to the kernels. Three names of their host modules (`MODULES`) are used:
 `candidates(m, n, k, dtype, layout, device)` gives hashable configurations (frozen dataclasses) that may run there,
 `run(config, x, w, bias, relu)` runs one on that face's arguments, and `TABLE` is the path of the table that the face
 reads. m, n, k are those of the product itself, x (m, k) and w (n, k).
@@ -25,7 +25,8 @@ from qsparse.bench.shapes import GPU_SHAPES, Shape
 from qsparse.errors import UserError
 from qsparse.measure import environment
 
-DTYPES = ("float16", "bfloat16")
+MODULES = {"float16": "_gemm_sm90", "bfloat16": "_gemm_sm90", "int8": "_gemm_int8_sm90"}
+DTYPES = tuple(MODULES)
 _KEY = ("gpu", "dtype", "layout", "shape")
 
 
@@ -62,14 +63,16 @@ def tune(
         raise UserError("--tune times kernels of the GPU, and this runs on the CPU: run it on the card to tune for")
     if untuned := [dtype for dtype in dtypes if dtype not in DTYPES]:
         raise UserError(f"--tune with --dtype {untuned[0]}: only {', '.join(DTYPES)} have a table")
-    face = importlib.import_module("qsparse.kernels._gemm_sm90")
-    table = table or Path(face.TABLE)
+    if "int8" in dtypes and layouts != ("nt",):
+        raise UserError("--tune with --dtype int8: the tensor cores read int8 in layout nt only")
+    modules = {dtype: importlib.import_module(f"qsparse.kernels.{MODULES[dtype]}") for dtype in dtypes}
+    table = table or Path(modules[dtypes[0]].TABLE)
     where = environment(device)
     entries = []
     for dtype in dtypes:
         for layout in layouts:
             for shape in tuple(shapes) or GPU_SHAPES:
-                entry = _fastest(face, shape, dtype, layout, device, where)
+                entry = _fastest(modules[dtype], shape, dtype, layout, device, where)
                 say(f"{dtype} {layout} {entry['shape']}: {entry['us']} µs by {entry['config']}, {entry['tried']} tried")
                 entries.append(entry)
                 _write(table, [entry])
@@ -78,13 +81,13 @@ def tune(
 
 def _fastest(face: ModuleType, shape: Shape, dtype: str, layout: str, device: torch.device, where: dict) -> dict:
     given = problem(shape, dtype, layout, device)
-    (m, k), n = given.a.shape, given.b.shape[0]
-    configs = list(face.candidates(m, n, k, given.a.dtype, layout, device))
-    reference = product_reference(given.a, given.b)
+    a, b = (_int8(a) if dtype == "int8" else a for a in (given.a, given.b))
+    (m, k), n = a.shape, b.shape[0]
+    configs = list(face.candidates(m, n, k, a.dtype, layout, device))
+    reference = product_reference(a, b)
+    tolerance = TOLERANCES["bfloat16" if dtype == "int8" else dtype]  # of the outputs
     contenders = {
-        str(number): Contender(
-            Call(functools.partial(face.run, config, given.a, given.b, None, False)), reference, TOLERANCES[dtype]
-        )
+        str(number): Contender(Call(functools.partial(face.run, config, a, b, None, False)), reference, tolerance)
         for number, config in enumerate(configs)
     }
     measured, _ = compete(contenders, {}, device)
@@ -106,6 +109,11 @@ def _fastest(face: ModuleType, shape: Shape, dtype: str, layout: str, device: to
         "wrong": len(configs) - len(right),
         **{name: where[name] for name in ("date", "commit", "torch", "cuda")},
     }
+
+
+def _int8(values: torch.Tensor) -> torch.Tensor:
+    """Normal random numbers as int8, at four standard deviations the largest."""
+    return (values * 32).round_().clamp_(-127, 127).to(torch.int8)
 
 
 def _write(table: Path, entries: list[dict]) -> None:

@@ -14,8 +14,10 @@ import torch
 
 from qsparse.kernels import _gemm_sm90_configs as float_configs
 from qsparse.kernels._gemm_int8_epilogue import FORMAT, Epilogue
-from qsparse.kernels._gemm_sm90_configs import NO_MAP, Config, grid
+from qsparse.kernels._gemm_sm90_configs import NO_MAP, TABLE, Config, grid
 from qsparse.kernels._load import multiprocessors, prepare, tensor_map
+
+__all__ = ["TABLE"]  # found here too
 
 SOURCE, FP8_SOURCE = "gemm_int8_sm90.cu", "gemm_fp8_sm90.cu"
 FP8 = torch.float8_e4m3fn
@@ -76,11 +78,20 @@ def supports(x: torch.Tensor, ldx: int, w: torch.Tensor, ldw: int, y: torch.Tens
     return aligned and 0 not in (m, n, k) and max(m, n, k) < 2**30 and y.dtype in OUTPUTS
 
 
-def candidates(m: int, n: int, k: int, x: torch.dtype = torch.int8, out: torch.dtype = torch.float16) -> list[Config]:
-    """Every configuration worth timing at a shape."""
+def candidates(
+    m: int, n: int, k: int, x: torch.dtype = torch.int8, layout: str = "nt", device=None, out: torch.dtype = _HALVES[1]
+) -> list[Config]:
+    """Every configuration worth timing at a shape (the layout is always nt, and all devices alike)."""
     fitting = [c for c in configs(x, out) if c.split * _STEP <= max(k, _STEP)]
     groups = (8, 16) if m > 8 * 128 else (8,)
     return [Config(**{**asdict(c), "group": g}) for c in fitting for g in groups]
+
+
+def run(config: Config | None, x, w, bias, relu: bool) -> torch.Tensor:
+    """``launch_gemm`` on plain row-major arguments with bfloat16 outputs, for benchmarks and tests."""
+    y = torch.empty((x.shape[0], w.shape[0]), dtype=torch.bfloat16, device=x.device)
+    launch_gemm(x, x.stride(0), w, w.stride(0), y, Epilogue(bias=bias, relu=relu), config)
+    return y
 
 
 def choose(m: int, n: int, k: int, x: torch.dtype, out: torch.dtype, gpu: str, sms: int) -> Config:
