@@ -59,9 +59,7 @@ def tables(rows: list[dict]) -> str:
             errors = [row["error"] for row in three] + [three[0]["peer_error"]]
             lines.append(f"| {', '.join(map(str, shape))} | " + " | ".join(f"{error:.1e}" for error in errors) + " |")
     lines += ["", *_epilogues(groups), ""]
-    first = rows[0]
-    lines += [f"{first['gpu']}, PyTorch {first['torch']}, CUDA {first['cuda']}, {first['date'][:10]}."]
-    return "\n".join(lines)
+    return "\n".join([*lines, _where(rows[0])])
 
 
 def _epilogues(groups: dict[str, dict[tuple, dict]]) -> list[str]:
@@ -77,11 +75,11 @@ def _epilogues(groups: dict[str, dict[tuple, dict]]) -> list[str]:
 
 def counters(rows: list[dict]) -> str:
     """A line a shape and library: what the GPU's counters say of the kernel."""
-    head = "kernel | µs | blocks | SMs at work | tensor cores | L1 | L2 | DRAM | L2 to SMs | what its warps wait for"
+    head = "kernel | µs | blocks | cycles | of a multiprocessor | tensor cores | L1 | L2 | DRAM | its warps wait for"
     lines = [f"| M, N, K | {head} |", "| --- | --- |" + " ---: |" * 8 + " --- |"]
     for row in rows:
-        at_work = 100 * row["sm_active_cycles"] / row["elapsed_cycles"]
-        shares = at_work, *(row[f"{part}_percent"] for part in ("tensor", "l1", "l2", "dram"))
+        at_work = row["sm_active_cycles"] * row["multiprocessors"] / min(row["blocks"], row["multiprocessors"])
+        shares = [row[f"{part}_percent"] for part in ("tensor", "l1", "l2", "dram")]
         stalls = {name.removeprefix("stall_"): value for name, value in row.items() if name.startswith("stall_")}
         longest = sorted(stalls, key=stalls.__getitem__, reverse=True)[:3]
         cells = (
@@ -89,15 +87,18 @@ def counters(rows: list[dict]) -> str:
             "ours" if row["ours"] else "cuBLAS",
             f"{row['us']:.1f}",
             f"{row['blocks']:.0f}" + (f" by {row['cluster']:.0f}" if row["cluster"] > 1 else ""),
+            f"{row['elapsed_cycles']:,.0f}",
+            f"{at_work:,.0f}",
             *(f"{share:.0f} %" for share in shares),
-            f"{row['l2_to_sm_bytes'] / 1e6:.1f} MB",
             ", ".join(f"{name} {stalls[name]:.1f}" for name in longest),
         )
         lines.append(f"| {' | '.join(cells)} |")
-    first = rows[0]
-    return "\n".join(
-        [*lines, "", f"{first['gpu']}, PyTorch {first['torch']}, CUDA {first['cuda']}, {first['date'][:10]}."]
-    )
+    return "\n".join([*lines, "", _where(rows[0])])
+
+
+def _where(row: dict) -> str:
+    commit = f", commit {row['commit'][:7]}" if row["commit"] else ""
+    return f"{row['gpu']}, PyTorch {row['torch']}, CUDA {row['cuda']}, {row['date'][:10]}{commit}."
 
 
 def _cell(row: dict | None) -> str:

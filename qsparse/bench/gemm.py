@@ -212,7 +212,7 @@ def bench(
     dtypes = tuple(dtypes) or (TIER_DTYPES.get(tier, GPU_DTYPES) if on_gpu else CPU_DTYPES)
     shapes, layouts = tuple(shapes) or (GPU_SHAPES if on_gpu else CPU_SHAPES), tuple(layouts)
     if on_gpu and "int8" in dtypes:
-        raise UserError("--dtype int8 is compared on the CPU only: add --device cpu, or leave it out")
+        raise UserError("--dtype int8 is compared on the CPU only; on a GPU that is `qsparse bench int8`")
     if tier and not on_gpu:
         raise UserError(f"--tier {tier} is of the GPU's kernels, and this runs on the CPU: leave it out")
     if duel and not on_gpu:
