@@ -10,8 +10,10 @@ from qsparse.nn.loss import cross_entropy
 from qsparse.nn.quant_linear import QuantLinear, is_quant_network, quant_network
 from qsparse.nn.sparse_linear import SparseLinear
 from qsparse.nn.weight_only_linear import WeightOnlyLinear
+from qsparse.nn.zero_point_linear import ZeroPointLinear
 
-_KINDS = {kind.__name__: kind for kind in (Linear, QuantLinear, WeightOnlyLinear, Fp8Linear, SparseLinear)}
+_QUANTIZED = (QuantLinear, ZeroPointLinear, WeightOnlyLinear, Fp8Linear)
+_KINDS = {kind.__name__: kind for kind in (Linear, *_QUANTIZED, SparseLinear)}
 
 
 def from_description(description: dict):
@@ -29,6 +31,7 @@ __all__ = [
     "QuantLinear",
     "SparseLinear",
     "WeightOnlyLinear",
+    "ZeroPointLinear",
     "cross_entropy",
     "from_description",
     "is_quant_network",

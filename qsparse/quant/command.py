@@ -77,7 +77,11 @@ def quantize(
     ] = Granularity.channel,
     group: Annotated[int, typer.Option(min=1, help="Inputs in a group; the last may be short.")] = 64,
     asymmetric: Annotated[
-        bool, typer.Option("--asymmetric", help="Ranges with a zero point; needs --simulate.")
+        bool,
+        typer.Option(
+            "--asymmetric",
+            help="Ranges with a zero point: in int8 those of the activations, with --simulate the weights' too.",
+        ),
     ] = False,
     method: Annotated[
         Method,

@@ -40,7 +40,8 @@ class QuantConfig:
     weight_calibration, weight_range, weight_percentile: the same of the weights, over each set of weights that shares
         a scale. "entropy" needs all weights of a layer for its histogram, so `granularity` "tensor".
     granularity: what shares a scale of the weights: "tensor", "channel" (a row of W) or "group" of `group` inputs.
-    symmetric: without a zero point.
+    symmetric: without a zero point. Otherwise the int8 kernel's activations have one, and its weights have none; in
+        simulation both have.
     method: "absmax" rounds to the nearest; "gptq" rounds the weights so that the layer's outputs keep; "smoothquant"
         first moves large activations into the weights; "bias-correction" then takes back the shift of each output's
         mean; "equalisation" first makes the ranges of neighbouring layers alike. "gptq", "smoothquant" and
@@ -138,7 +139,8 @@ class QuantConfig:
         if self.dtype not in DTYPES:
             raise UserError(f"{self.dtype} has no kernel: add --simulate for its accuracy alone, without a time.")
         grouped = self.granularity == "group" and not self.weights_only
-        for wrong, what in ((grouped, "--granularity group"), (not self.symmetric, "--asymmetric")):
+        zeros = not self.symmetric and self.dtype != "int8"
+        for wrong, what in ((grouped, "--granularity group"), (zeros, "--asymmetric")):
             if wrong:
                 raise UserError(f"The {self.dtype} kernel has no {what}: add --simulate for its accuracy alone.")
 
@@ -181,6 +183,10 @@ class QuantConfig:
     @property
     def weights_only(self) -> bool:
         return _weights_only(self.dtype)
+
+    @property
+    def symmetric_weights(self) -> bool:
+        return self.symmetric or not self.simulate
 
     @property
     def static(self) -> bool:

@@ -9,7 +9,7 @@ from torch import Tensor
 from qsparse.dense import dense_layers
 from qsparse.errors import UserError
 from qsparse.models import MLP
-from qsparse.nn import Fp8Linear, Linear, QuantLinear, WeightOnlyLinear
+from qsparse.nn import Fp8Linear, Linear, QuantLinear, WeightOnlyLinear, ZeroPointLinear
 from qsparse.quant.bias_correction import corrected_bias
 from qsparse.quant.calibrate import layer_ranges, sampled_inputs
 from qsparse.quant.config import HALVES, QuantConfig
@@ -124,7 +124,7 @@ def _rounded(layer: Linear, config: QuantConfig, grid: Grid | None, X: Tensor | 
 
 def scheme(config: QuantConfig) -> tuple:
     """The arguments of `round_weights` and `gptq` beyond the arrays."""
-    return config.bits, config.granularity, config.group, config.symmetric, extremes(config)
+    return config.bits, config.granularity, config.group, config.symmetric_weights, extremes(config)
 
 
 def inference_layer(
@@ -148,6 +148,8 @@ def inference_layer(
     input_scale = None if grid is None else grid[0]
     if config.dtype == "fp8":
         return Fp8Linear.from_numbers(q, scales, bias, activation, input_scale)
+    if not config.symmetric:
+        return ZeroPointLinear.from_integers(q.to(torch.int8), scales, bias, activation, grid)
     return QuantLinear.from_integers(q.to(torch.int8), scales, bias, activation, input_scale)
 
 

@@ -150,7 +150,7 @@ class QatLinear(torch.nn.Module):
             step, zero = self._spread(step, torch.zeros_like(step))
             return FakeQuantize.apply(w, step, zero, config.bits, True, w.numel() // self.weight_step.numel())
         grid = weight_grid(w.detach(), *scheme(config))
-        return FakeQuantize.apply(w, *self._spread(*grid), config.bits, config.symmetric, None)
+        return FakeQuantize.apply(w, *self._spread(*grid), config.bits, config.symmetric_weights, None)
 
     def _spread(self, scale: Tensor, zero: Tensor) -> tuple[Tensor, Tensor]:
         config = self.config

@@ -21,7 +21,7 @@ def extremes(config: QuantConfig) -> Extremes:
     return {
         "minmax": lambda: minmax,
         "percentile": lambda: functools.partial(percentile, percent=config.weight_percentile),
-        "mse": lambda: functools.partial(mse, bits=config.bits, symmetric=config.symmetric),
+        "mse": lambda: functools.partial(mse, bits=config.bits, symmetric=config.symmetric_weights),
         "entropy": lambda: functools.partial(entropy, bits=config.bits),
         "fixed": lambda: functools.partial(fixed, between=config.weight_range),
         "lsq": lambda: functools.partial(lsq, bits=config.bits),

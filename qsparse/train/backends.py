@@ -15,6 +15,7 @@ import torch
 
 from qsparse.data import Split
 from qsparse.models import MLP
+from qsparse.nn import Linear
 from qsparse.train import parallel
 from qsparse.train.config import TrainConfig
 from qsparse.train.cuda_backend import CudaBackend
@@ -50,7 +51,7 @@ def make(
     if config.backend in ("auto", "torch", "cuda"):  # one code: the layers choose their kernels by the device
         if parallel.active():
             return parallel.ParallelBackend(model, config, momentum, masks)
-        if places == {"cuda"}:
+        if places == {"cuda"} and all(isinstance(layer, Linear) for layer in model.layers().values()):
             return CudaBackend(model, config, momentum, masks)
         return TorchBackend(model, config, momentum, masks)
     if places != {"cpu"}:

@@ -12,7 +12,7 @@ from qsparse import cli, compress, data, load
 from qsparse.errors import UserError
 from qsparse.measure import measure
 from qsparse.models import MLP
-from qsparse.nn import Linear, QuantLinear
+from qsparse.nn import Linear, QuantLinear, ZeroPointLinear
 from qsparse.quant import QuantConfig, quantize, schemes, train_quantized
 from qsparse.quant.convert import prepare
 from qsparse.quant.qat import FakeQuantize, QatLinear
@@ -27,6 +27,7 @@ CONFIGS = {
     "int8": {},
     "int8 static": {"activations": "static", "calibration": "mse", "granularity": "tensor"},
     "int8 lsq": LSQ,
+    "int8 asymmetric": {"symmetric": False, "activations": "static", "calibration": "minmax"},
     "int4": {"dtype": "int4", **SIMULATED},
     "int4 lsq of groups": {"dtype": "int4", "granularity": "group", "group": 100, **LSQ, **SIMULATED},
     "int4 asymmetric": {"dtype": "int4", "symmetric": False, **SIMULATED},
@@ -54,7 +55,8 @@ def test_the_forward_pass_is_that_of_inference_bit_for_bit(config, device):
     with torch.no_grad():
         layer.weight += 0.01 * torch.randn_like(layer.weight)
     out, frozen = layer(x), layer.frozen()
-    assert isinstance(frozen, QuantLinear if config.dtype == "int8" else SimulatedLinear)
+    real = QuantLinear if config.symmetric else ZeroPointLinear
+    assert isinstance(frozen, real if config.dtype == "int8" else SimulatedLinear)
     assert out.requires_grad
     assert torch.equal(out.detach(), frozen(x))
     with torch.no_grad():
@@ -156,27 +158,27 @@ def trained(dataset):
     return model
 
 
+@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("options", [{}, {"weight_calibration": "lsq"}], ids=["ste", "lsq"])
-def test_training_recovers_what_few_bits_lose(dataset, trained, options):
-    split = dataset.validation
-    rounded = quantize(trained, QuantConfig("int2wo", **SIMULATED))
+def test_training_recovers_what_few_bits_lose(dataset, trained, options, device):
+    dataset, model = dataset.to(device), trained.replace({}).to(device)
+    rounded = quantize(model, QuantConfig("int2wo", **SIMULATED))
     config = QuantConfig("int2wo", **options, **SIMULATED, qat_epochs=2)
-    before = {name: tensor.clone() for name, tensor in trained.state_dict().items()}
-    learned = train_quantized(trained, config, dataset, TrainConfig())
-    exact, lost, recovered = (evaluate(model, split)[0] for model in (trained, rounded, learned))
+    learned = train_quantized(model, config, dataset, TrainConfig())
+    exact, lost, recovered = (evaluate(each, dataset.validation)[0] for each in (model, rounded, learned))
     assert recovered > exact - 0.05
     assert recovered > lost + 0.1
     assert len(learned.fc1.weight[0].unique()) <= 3  # it is of 2 bits
-    assert all(torch.equal(tensor, before[name]) for name, tensor in trained.state_dict().items())
-    again = train_quantized(trained, config, dataset, TrainConfig())
+    before = trained.state_dict()
+    assert all(torch.equal(tensor.cpu(), before[name]) for name, tensor in model.state_dict().items())
+    again = train_quantized(model, config, dataset, TrainConfig())
     assert all(torch.equal(a, b) for a, b in zip(learned.buffers(), again.buffers(), strict=True))
 
 
 @pytest.mark.parametrize("device", DEVICES)
 def test_int8_gives_int8_layers_and_leaves_others_alone(dataset, trained, device):
     config = QuantConfig("fp32", layers={"fc1": "int8", "fc2": "fp16"}, qat_epochs=1)
-    learned = train_quantized(trained.to(device), config, dataset.to(device), TrainConfig())
-    trained.cpu()
+    learned = train_quantized(trained.replace({}).to(device), config, dataset.to(device), TrainConfig())
     assert isinstance(learned.fc1, QuantLinear)
     assert isinstance(learned.fc2, Linear)
     assert learned.fc2.weight.dtype == torch.float16

@@ -134,7 +134,7 @@ def test_weights_of_one_scale(model):
         ({"dtype": "int5wo"}, "int5wo has no kernel: add --simulate"),
         ({"granularity": "group"}, "no --granularity group: add --simulate"),
         ({"dtype": "fp8", "granularity": "group"}, "The fp8 kernel has no --granularity group: add --simulate"),
-        ({"symmetric": False}, "no --asymmetric: add --simulate"),
+        ({"dtype": "int4wo", "symmetric": False}, "no --asymmetric: add --simulate"),
         ({"dtype": "int4wo", "simulate": True, "activations": "static", "calibration": "mse"}, "leaves the activ"),
         ({"dtype": "fp16", "granularity": "tensor"}, "fp16 is a rounding of every number"),
         ({"dtype": "bf16", "simulate": True}, "bf16 is a rounding of every number"),
