@@ -14,6 +14,7 @@ def train_mlp(
     rates,
     parameters,
     velocities=None,
+    mask=None,
     *,
     sizes,
     batch,
@@ -25,6 +26,7 @@ def train_mlp(
     """``(losses, new parameters, new velocities)`` in float64."""
     parameters = np.array(parameters, np.float64)
     velocities = np.zeros_like(parameters) if velocities is None else np.array(velocities, np.float64)
+    alive = np.ones(len(parameters), bool) if mask is None else np.asarray(mask)
     losses = []
     for step, start in enumerate(range(0, len(order), batch)):
         rows = np.asarray(order)[start : start + batch]
@@ -45,6 +47,6 @@ def train_mlp(
         for i in reversed(range(len(weights))):
             gradient = [(dz.T @ inputs[i]).ravel(), dz.sum(axis=0), *gradient]
             dz = (dz @ weights[i]) * (inputs[i] > 0)
-        velocities = momentum * velocities + np.concatenate(gradient) + weight_decay * parameters
-        parameters = parameters - rates[step] * velocities
+        velocities = np.where(alive, momentum * velocities + np.concatenate(gradient) + weight_decay * parameters, 0)
+        parameters = np.where(alive, parameters - rates[step] * velocities, 0)
     return np.concatenate([np.empty(0), *losses]), parameters, velocities

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from qsparse import kernels
-from qsparse.kernels.train_mlp import fits
+from qsparse.kernels import _load
 from qsparse.oracles.train_mlp import train_mlp as oracle
 
 RECIPES = [{}, {"momentum": 0.9}, {"weight_decay": 0.01}, {"momentum": 0.5, "weight_decay": 0.1}]
@@ -16,7 +16,7 @@ PIXELS = {"scale": 1 / (255 * 0.3081), "shift": -0.1307 / 0.3081}
 
 @pytest.fixture
 def problem(integers, normal):
-    """``problem(sizes, rows, batch, momentum)``: arguments and options of a call, on the CPU."""
+    """``problem(sizes, rows, batch, momentum)``: arguments, without a mask, and options of a call, on the CPU."""
 
     def draw(sizes: tuple[int, ...], rows: int, batch: int, momentum: float = 0.0, images: int = 200):
         ink = integers(0, 256, images, sizes[0], dtype=torch.uint8)
@@ -31,6 +31,7 @@ def problem(integers, normal):
             0.02 + 0.01 * normal(steps).abs(),
             flat,
             0.01 * normal(len(flat)) if momentum else None,
+            None,
         ), {"sizes": sizes, "batch": batch, "momentum": momentum, **PIXELS}
 
     return draw
@@ -40,13 +41,23 @@ def to(arguments: tuple, device) -> list:
     return [None if value is None else value.to(device, copy=True) for value in arguments]
 
 
-def check(arguments, options, device, to_numpy, tolerance=2e-5, **more) -> list:
+def train(given: list, options: dict, **more) -> torch.Tensor:
+    """The call; a tier that cannot have this network skips the test."""
+    try:
+        return kernels.train_mlp(*given, **options, **more)
+    except ValueError as error:
+        if "is not possible for this network" not in str(error):
+            raise
+        pytest.skip(str(error))
+
+
+def check(arguments, options, place, to_numpy, tolerance=2e-5, **more) -> None:
     """Run, and compare losses, the way of the parameters and their velocities with the oracle's."""
     losses, parameters, velocities = oracle(*map(to_numpy, arguments), **options)
+    device, more = place["device"], {**more, "tier": place["tier"]}
     given = to(arguments, device)
-    found = kernels.train_mlp(*given, **options, **more)
-    before = to_numpy(arguments[4])
-    pairs = [(found, losses), (given[4].double().cpu() - arguments[4], parameters - before)]
+    found = train(given, options, **more)
+    pairs = [(found, losses), (given[4].double().cpu() - arguments[4], parameters - to_numpy(arguments[4]))]
     if given[5] is not None:
         pairs.append((given[5], velocities))
     for ours, reference in pairs:
@@ -54,7 +65,21 @@ def check(arguments, options, device, to_numpy, tolerance=2e-5, **more) -> list:
         assert ours.shape == reference.shape
         assert np.linalg.norm(reference) > 0
         assert np.linalg.norm(ours - reference) < tolerance * np.linalg.norm(reference)
-    return [found, *given[4:]]
+
+
+ON_GPUS = [pytest.param(tier, marks=pytest.mark.gpu) for tier in ("sm90", "sm80", "simt")]
+
+
+@pytest.fixture(params=["cpu", *ON_GPUS])
+def place(request) -> dict:
+    """Where to run, and by which tier."""
+    if request.param == "cpu":
+        return {"device": torch.device("cpu"), "tier": None}
+    device = torch.device("cuda", 0)
+    best = kernels.train_mlp.tier(device)
+    if {"simt": 0, "sm80": 1, "sm90": 2}[request.param] > {"simt": 0, "sm80": 1, "sm90": 2}[best]:
+        pytest.skip(f"the best tier of this card is {best}")
+    return {"device": device, "tier": request.param}
 
 
 @pytest.mark.parametrize("recipe", RECIPES, ids=str)
@@ -70,28 +95,33 @@ def check(arguments, options, device, to_numpy, tolerance=2e-5, **more) -> list:
         ((784, 10), 70, 32),
         ((784, 48, 33, 20, 10), 70, 32),
         ((20, 30, 5), 70, 100),
-        ((784, 300, 10), 130, 128),
+        ((13, 7, 9, 3), 50, 7),
+        ((784, 300, 10), 330, 128),
+        ((784, 520, 264, 10), 256, 256),
+        ((784, 64, 10), 2100, 1000),
+        ((20, 30, 17), 70, 30),
     ],
     ids=str,
 )
-def test_matches_the_oracle(device, sizes, rows, batch, recipe, problem, to_numpy):
+def test_matches_the_oracle(place, sizes, rows, batch, recipe, problem, to_numpy):
     arguments, options = problem(sizes, rows, batch, recipe.get("momentum", 0.0))
-    check(arguments, {**options, **recipe}, device, to_numpy)
+    check(arguments, {**options, **recipe}, place, to_numpy)
 
 
-@pytest.mark.gpu
+@pytest.mark.parametrize("place", ON_GPUS[:2], indirect=True)
 @pytest.mark.parametrize("momentum", [0.0, 0.9])
-def test_rounded_operands_are_as_near_as_11_bits_allow(momentum, problem, to_numpy):
+def test_rounded_operands_are_as_near_as_11_bits_allow(place, momentum, problem, to_numpy):
     arguments, options = problem((784, 256, 10), 64 * 5, 64, momentum)
-    check(arguments, options, "cuda", to_numpy, tolerance=4e-3, precision="high")
+    check(arguments, options, place, to_numpy, tolerance=4e-3, precision="high")
     with pytest.raises(AssertionError):  # it does round
-        check(arguments, options, "cuda", to_numpy, tolerance=2e-5, precision="high")
+        check(arguments, options, place, to_numpy, tolerance=2e-5, precision="high")
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("precision", ["highest", "high"])
-def test_two_runs_have_the_same_bits(precision, problem):
-    arguments, options = problem((784, 256, 10), 64 * 300 + 5, 64, 0.9)
+@pytest.mark.parametrize(("sizes", "batch"), [((784, 256, 10), 64), ((784, 320, 160, 10), 64), ((784, 256, 10), 500)])
+def test_two_runs_have_the_same_bits(precision, sizes, batch, problem):
+    arguments, options = problem(sizes, 64 * 300 + 5, batch, 0.9)
     first, second = to(arguments, "cuda"), to(arguments, "cuda")
     losses = [kernels.train_mlp(*each, **options, precision=precision) for each in (first, second)]
     assert torch.equal(*losses)
@@ -99,14 +129,15 @@ def test_two_runs_have_the_same_bits(precision, problem):
     assert torch.equal(first[5], second[5])
 
 
-def test_two_calls_are_one(device, problem):
+@pytest.mark.parametrize("sizes", [(784, 64, 10), (784, 40, 30, 10)], ids=str)
+def test_two_calls_are_one(place, sizes, problem):
     """Nothing is kept but what the arguments hold: so a run that was interrupted goes on with the same bits."""
-    arguments, options = problem((784, 64, 10), 64 * 6, 64, 0.9)
-    whole, halves = to(arguments, device), to(arguments, device)
-    losses = kernels.train_mlp(*whole, **options)
+    arguments, options = problem(sizes, 64 * 6, 64, 0.9)
+    whole, halves = to(arguments, place["device"]), to(arguments, place["device"])
+    losses = train(whole, options, tier=place["tier"])
     images, labels, order, rates, *state = halves
     parts = [
-        kernels.train_mlp(images, labels, order[part], rates[steps], *state, **options)
+        train([images, labels, order[part], rates[steps], *state], options, tier=place["tier"])
         for part, steps in ((slice(0, 192), slice(0, 3)), (slice(192, None), slice(3, None)))
     ]
     assert torch.equal(torch.cat(parts), losses)
@@ -114,49 +145,82 @@ def test_two_calls_are_one(device, problem):
     assert torch.equal(whole[5], halves[5])
 
 
-def test_one_image_again_and_again_is_learnt(device, problem):
+@pytest.mark.parametrize("recipe", RECIPES, ids=str)
+@pytest.mark.parametrize("sizes", [(784, 40, 10), (784, 24, 16, 10)], ids=str)
+def test_masked_parameters_stay_exactly_zero(place, sizes, recipe, problem, to_numpy):
+    arguments, options = problem(sizes, 200, 64, recipe.get("momentum", 0.0))
+    options = {**options, **recipe}
+    mask = arguments[4] > 0.01
+    check((*arguments[:6], mask), options, place, to_numpy)
+    given = to((*arguments[:6], mask), place["device"])
+    train(given, options, tier=place["tier"])
+    for value in given[4:6]:
+        if value is not None:
+            assert (value[~given[6]] == 0).all()
+            assert (value[given[6]] != 0).all()
+
+
+def test_one_image_again_and_again_is_learnt(place, problem):
     arguments, options = problem((784, 32, 10), 40, 1)
-    images, labels, order, rates, parameters, _ = to(arguments, device)
-    losses = kernels.train_mlp(images, labels, order * 0 + 3, rates, parameters, **options)
+    images, labels, order, *rest = to(arguments, place["device"])
+    losses = train([images, labels, order * 0 + 3, *rest], options, tier=place["tier"])
     assert losses[-1] < 0.1 * losses[0]
 
 
-def test_no_rows_change_nothing(device, problem):
+def test_no_rows_change_nothing(place, problem):
     arguments, options = problem((784, 32, 10), 0, 8)
-    given = to(arguments, device)
-    assert kernels.train_mlp(*given, **options).shape == (0,)
+    given = to(arguments, place["device"])
+    assert train(given, options, tier=place["tier"]).shape == (0,)
     assert torch.equal(given[4].cpu(), arguments[4])
 
 
-def test_a_label_that_is_none_gives_nan_in_its_row(device, problem):
+def test_a_label_that_is_none_gives_nan_in_its_row(place, problem):
     arguments, options = problem((784, 32, 10), 20, 20)
     for bad in (10, -1, 2**32 + 1):
-        given = to(arguments, device)
-        given[2] = torch.arange(20, device=device)
+        given = to(arguments, place["device"])
+        given[2] = torch.arange(20, device=place["device"])
         given[1][7] = bad
-        assert kernels.train_mlp(*given, **options).isnan().nonzero().flatten().tolist() == [7]
+        assert train(given, options, tier=place["tier"]).isnan().nonzero().flatten().tolist() == [7]
 
 
 @pytest.mark.parametrize("layer", [0, 1])
-def test_nan_in_one_weight_reaches_the_losses(device, layer, problem):
+def test_nan_in_one_weight_reaches_the_losses(place, layer, problem):
     arguments, options = problem((784, 32, 10), 20, 20)
     arguments[4][[5, 784 * 32 + 32 + 3][layer]] = torch.nan
-    assert kernels.train_mlp(*to(arguments, device), **options).isnan().all()
+    assert train(to(arguments, place["device"]), options, tier=place["tier"]).isnan().all()
 
 
 @pytest.mark.gpu
-def test_what_fits_takes_one_launch():
-    cuda = torch.device("cuda", 0)
-    if kernels.train_mlp.tier(cuda) != "sm90":
-        pytest.skip("needs a Hopper card")
-    assert fits((784, 256, 10), 64, cuda)
-    for sizes, batch in [((784, 257, 10), 64), ((784, 256, 17), 64), ((784, 256, 10), 65), ((784, 10), 8)]:
-        assert not fits(sizes, batch, cuda)
+def test_the_tiers_are_those_that_are_said():
+    images, labels = torch.zeros(9, 784, dtype=torch.uint8, device="cuda"), torch.zeros(9, dtype=torch.int64).cuda()
+    best = kernels.train_mlp.tier("cuda:0")
+
+    def launched(sizes, batch, mask=False, **more) -> list[str]:
+        count = sum(n * (k + 1) for k, n in itertools.pairwise(sizes))
+        alive = torch.ones(count, dtype=torch.bool, device="cuda") if mask else None
+        rates = torch.zeros(-(-9 // batch), device="cuda")
+        given = images, labels, torch.arange(9).cuda(), rates, torch.zeros(count, device="cuda"), None, alive
+        with _load.launched() as seen:
+            kernels.train_mlp(*given, sizes=sizes, batch=batch, **more)
+        return seen
+
+    if best == "sm90":
+        assert launched((784, 256, 10), 64) == ["train_mlp_sm90.cu:train_mlp_sm90<2, false>"]
+        assert launched((784, 7, 16), 2, precision="high") == ["train_mlp_sm90.cu:train_mlp_sm90<1, false>"]
+    if best != "simt":
+        for sizes, batch, mask in [
+            ((784, 257, 10), 64, 0),
+            ((784, 9, 10), 65, 0),
+            ((784, 10), 8, 0),
+            ((784, 9, 10), 8, 1),
+        ]:
+            assert launched(sizes, batch, mask) == ["train_mlp_sm80.cu:train_mlp_sm80<2, false>"]
+    assert len(launched((784, 20, 17), 4)) > 3
 
 
 def test_refuses_what_does_not_fit(device, problem):
     arguments, options = problem((20, 8, 3), 12, 4, 0.9)
-    images, labels, order, rates, parameters, velocities = to(arguments, device)
+    images, labels, order, rates, parameters, velocities, _ = to(arguments, device)
 
     def call(*given, **changed):
         whole = given + (images, labels, order, rates, parameters, velocities)[len(given) :]
@@ -176,9 +240,13 @@ def test_refuses_what_does_not_fit(device, problem):
         call(images, labels, order, rates, torch.zeros(390, device=device)[::2])
     with pytest.raises(ValueError, match=r"^momentum is 0\.9, so velocities are needed"):
         call(images, labels, order, rates, parameters, None)
+    with pytest.raises(TypeError, match=r"^mask must be bool, got float32"):
+        call(mask=parameters)
     with pytest.raises(ValueError, match=r"^sizes must be two widths or more, the first one that of images \(20\)"):
         call(sizes=(21, 8, 3))
     with pytest.raises(ValueError, match=r"^batch must be at least 1, got 0"):
         call(batch=0)
     with pytest.raises(ValueError, match=r"^precision must be one of highest, high, got 'tf32'"):
         call(precision="tf32")
+    with pytest.raises(ValueError, match=r"^tier 'sm90' is not possible for this network on this device"):
+        call(tier="sm90")

@@ -1,0 +1,55 @@
+"""How ``train_mlp_sm90.cu`` is launched: small networks whose weights stay in one cluster's registers."""
+
+from __future__ import annotations
+
+import itertools
+
+from qsparse.kernels._load import prepare
+
+SOURCE = "train_mlp_sm90.cu"
+PARTS = {"highest": 2, "high": 1}
+_INPUTS, _HIDDEN, _CLASSES, _BATCH = 784, 256, 16, 64  # the largest that it takes; exactly so many inputs
+_BLOCKS, _THREADS, _SHARED = 16, 256, 200 * 1024
+
+
+def instance(precision: str, momentum: bool) -> str:
+    return f"train_mlp_sm90<{PARTS[precision]}, {str(momentum).lower()}>"
+
+
+INSTANCES = tuple(itertools.starmap(instance, itertools.product(PARTS, (False, True))))
+
+
+def supports(images, parameters, velocities, mask, sizes: tuple[int, ...], batch: int) -> bool:
+    """Whether the kernel takes them: sizes, and arrays that start on 16 bytes."""
+    if len(sizes) != 3 or mask is not None or batch > _BATCH:
+        return False
+    aligned = all(value is None or value.data_ptr() % 16 == 0 for value in (images, parameters, velocities))
+    return aligned and sizes[0] == _INPUTS and sizes[1] <= _HIDDEN and sizes[2] <= _CLASSES
+
+
+def launch(
+    images, labels, order, rates, parameters, velocities, mask, losses, sizes, batch, scale, shift, options, precision
+) -> None:
+    inputs, hidden, classes = sizes
+    offsets = (0, hidden * inputs, hidden * (inputs + 1), hidden * (inputs + 1) + classes * hidden)
+    pointers = [parameters.data_ptr() + 4 * at for at in offsets]
+    pointers += [0 if velocities is None else velocities.data_ptr() + 4 * at for at in offsets]
+    centre = min(max(round(-shift / scale), 0), 255) if scale else 0  # near the pixel that stands for 0
+    prepared = prepare(
+        images.device.index,
+        SOURCE,
+        instance(precision, velocities is not None),
+        "PPPPPPPPPPPPPiiiiffiff",
+        _BLOCKS,
+        _THREADS,
+        _SHARED,
+        cluster=_BLOCKS,
+    )
+    prepared(
+        (
+            *(value.data_ptr() for value in (images, labels, order, rates)),
+            *pointers,
+            losses.data_ptr(),
+            *(len(order), batch, hidden, classes, scale, shift, centre, options["momentum"], options["weight_decay"]),
+        )
+    )
