@@ -15,13 +15,16 @@ from torch import Tensor
 
 from qsparse import checkpoint
 from qsparse.data import Split
+from qsparse.kernels.gemm_weight_only import spread_groups, unpack_int4
 from qsparse.models import MLP
-from qsparse.nn import SparseLinear
+from qsparse.nn import Fp8Linear, Linear, QuantLinear, SparseLinear, WeightOnlyLinear
+from qsparse.nn.fp8_linear import FP8
 from qsparse.train.run import load_dataset
 
 SIDE = 28
 _BINS = 120
 _STEPS_A_BIN = 0.25
+_MOST_BINS = 1024
 _DIGITS = 12
 """Shown of those that got wrong, and of those that got right."""
 _CHUNK = 10_000
@@ -93,37 +96,52 @@ def _answers(model: MLP, test: Split) -> Tensor:
 def _weights(name: str, layer: torch.nn.Module, dense: torch.nn.Module) -> dict[str, Any]:
     """The histogram of a layer's weights over those of the dense model."""
     w = dense.weight.detach().float()
-    q, scale = getattr(layer, "weight", None), getattr(layer, "weight_scale", None)
     if isinstance(layer, SparseLinear):
         kept = layer.values.detach().float()
         share = kept.numel() / max(w.numel(), 1)
         note = f"the {kept.numel():,} of {w.numel():,} weights that stay ({share:.1%})"
         return _in_reals(name, w, {"stay": kept}, note)
-    if q is not None and scale is not None and not q.is_floating_point() and q.shape == w.shape:
-        return _on_grid(name, w, q, scale)
-    if q is not None and q.is_floating_point() and q.shape == w.shape:
-        kind = str(q.dtype).removeprefix("torch.")
-        return _in_reals(name, w, {kind: q.detach().float()}, f"stored as {kind}, whose grid is finer than a bar")
+    if (grid := _grid(layer)) is not None:
+        return _on_grid(name, w, *grid)
+    if isinstance(layer, Linear):
+        kind = str(layer.weight.dtype).removeprefix("torch.")
+        note = f"stored as {kind}, whose grid is finer than a bar"
+        return _in_reals(name, w, {kind: layer.weight.detach().float()}, note)
     return _in_reals(name, w, {}, f"stored by {type(layer).__name__}, which shows no grid")
 
 
-def _on_grid(name: str, w: Tensor, q: Tensor, scale: Tensor) -> dict[str, Any]:
-    """In steps of the grid, which differ by channel: the dense weights, and how many each level holds."""
-    steps = w / scale.reshape(len(scale), *([1] * (w.dim() - 1)))
-    largest = max(int(q.abs().max()) if q.numel() else 0, 1)
-    bins = round(2 * (largest + 1) / _STEPS_A_BIN)
-    levels, counts = q.int().unique(return_counts=True)
-    unused = 2 * largest + 1 - len(levels)
+def _grid(layer: torch.nn.Module) -> tuple[Tensor, Tensor, Tensor] | None:
+    """What a layer stores of each weight, (N, K), the scale of each, and all numbers that could stand there."""
+    if isinstance(layer, Fp8Linear):
+        every = torch.arange(256, dtype=torch.uint8).view(FP8).float()
+        return layer.weight.view(FP8).float(), layer.weight_scale[:, None], every[torch.isfinite(every)].unique()
+    if isinstance(layer, WeightOnlyLinear):
+        q = layer.weight if layer.bits == 8 else unpack_int4(layer.weight, layer.in_features)
+        scale = spread_groups(layer.weight_scale, layer.group, layer.in_features)
+    elif isinstance(layer, QuantLinear):
+        q, scale = layer.weight, layer.weight_scale[:, None]
+    else:
+        return None
+    largest = 7 if isinstance(layer, WeightOnlyLinear) and layer.bits == 4 else 127
+    return q.float(), scale, torch.arange(-largest, largest + 1).float()
+
+
+def _on_grid(name: str, w: Tensor, q: Tensor, scale: Tensor, every: Tensor) -> dict[str, Any]:
+    """In steps of the grid, which differ by channel or group: the dense weights, and how many each level holds."""
+    largest = round(float(every.max()))
+    levels, counts = q.unique(return_counts=True)
+    unused = len(every) - len(levels)
+    bins = min(round(2 * (largest + 1) / _STEPS_A_BIN), _MOST_BINS)
     return {
         "name": name,
-        "note": f"On a grid of {largest * 2 + 1} levels, of which {unused} hold no weight. The dense weights are "
-        "divided by their channel's scale.",
-        "axis": "weight in steps of its channel's grid",
+        "note": f"On a grid of {len(every)} levels, of which {unused} hold no weight. The dense weights are divided by "
+        "the scale of their channel or group.",
+        "axis": "weight in steps of its grid",
         "bars": [
-            _bars("dense", steps, -largest - 1, largest + 1, bins),
+            _bars("dense", w / scale, -largest - 1, largest + 1, bins),
             {"name": "on the grid", "x": levels.tolist(), "y": counts.tolist(), "width": _STEPS_A_BIN},
         ],
-        "grid": list(range(-largest, largest + 1)),
+        "grid": every.tolist(),
         "label": f"Histogram of the weights of layer {name} in steps of its quantization grid: levels from {-largest} "
         f"to {largest}, of which {unused} hold no weight; {int((q == 0).sum()):,} of {q.numel():,} weights became 0.",
     }

@@ -15,14 +15,20 @@ from qsparse.commandline import (
     progress_console,
     text_stream,
 )
+from qsparse.quant.config import DTYPES, FLOAT32
 
 
 def search(
     run: RunArgument = None,
     trials: Annotated[int, typer.Option(min=1, help="Trials of the study, over all processes that work on it.")] = 50,
     dtype: Annotated[
-        str, typer.Option(metavar="A,B,...", help="What a layer may be; int8 in dense layers only.")
-    ] = "fp32,fp16,bf16,int8",
+        str | None,
+        typer.Option(
+            metavar="A,B,...",
+            show_default=",".join((FLOAT32, *DTYPES)),
+            help="What a layer may be; a sparse one only fp32, fp16 or bf16.",
+        ),
+    ] = None,
     density: Annotated[
         tuple[float, float], typer.Option(metavar="LEAST MOST", help="Of a layer that is stored as CSR.")
     ] = (0.02, 0.5),
@@ -49,7 +55,7 @@ def search(
     from qsparse.search import study as studies
 
     config = studies.SearchConfig(
-        dtypes=tuple(dtype.split(",")),
+        **({} if dtype is None else {"dtypes": tuple(dtype.split(","))}),
         least_density=density[0],
         most_density=density[1],
         batch=batch,

@@ -12,7 +12,7 @@ from torch import Tensor
 from qsparse.data import Dataset
 from qsparse.models import MLP
 from qsparse.nn._common import DTYPES as TORCH_DTYPES
-from qsparse.quant import QuantConfig, quantize
+from qsparse.quant import QuantConfig, config, quantize
 from qsparse.quant.config import FLOAT32
 from qsparse.sparse import prunable_weights, sparsify
 from qsparse.sparse.magnitude import magnitude_scores
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 VALUES = {FLOAT32: "float32", "fp16": "float16", "bf16": "bfloat16"}
 """What the values of a sparse layer can be, as torch spells it."""
-DTYPES = (*VALUES, "int8")
+DTYPES = (FLOAT32, *config.DTYPES)
 """What a dense layer can be: what kernels compute, and nothing that is only simulated."""
 
 
@@ -61,10 +61,10 @@ def suggest(trial: Trial, layers: Sequence[str], dtypes: Sequence[str], least: f
     return plan
 
 
-def build(model: MLP, plan: Mapping[str, Choice], dataset: Dataset, config: TrainConfig | None = None) -> MLP:
+def build(model: MLP, plan: Mapping[str, Choice], dataset: Dataset, training: TrainConfig | None = None) -> MLP:
     """The model of `plan`: a copy of the dense float32 `model`, each layer as the plan says.
 
-    config: with it the pruned weights are held at zero and the others trained on, before anything is rounded; only
+    training: with it the pruned weights are held at zero and the others trained on, before anything is rounded; only
     the training images are looked at. Raises UserError as `quantize` and `sparsify`.
     """
     masks = {
@@ -73,8 +73,8 @@ def build(model: MLP, plan: Mapping[str, Choice], dataset: Dataset, config: Trai
         if plan[name].density is not None
     }
     trained = model.replace({})
-    if masks and config:
-        fit(trained, dataclasses.replace(dataset, test=dataset.train), config, masks=masks)
+    if masks and training:
+        fit(trained, dataclasses.replace(dataset, test=dataset.train), training, masks=masks)
     rounded = {name: choice.dtype for name, choice in plan.items() if name not in masks and choice.dtype != FLOAT32}
     layers = quantize(trained, QuantConfig(FLOAT32, layers=rounded)).layers() if rounded else {}
     if masks:

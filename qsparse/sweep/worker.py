@@ -43,7 +43,7 @@ def perform(cell: Cell, network: Path, device: str, measuring: dict[str, Any]) -
         else:
             done = compress.sparsify_run(scratch, **cell.options, **options)
     row = next(row for row in done.rows if row["variant"] == done.variant)
-    if "lr" in cell.options:  # which no variant's name tells
+    if cell.kind == "sparsify" and "lr" in cell.options:  # which that variant's name does not tell
         row["variant"] += f"-lr{cell.options['lr']:g}"
     return {**row, "run": str(network)}
 

@@ -14,6 +14,10 @@ import qsparse
 from qsparse import checkpoint, compress, data
 from qsparse.collect import collect
 from qsparse.errors import UserError
+from qsparse.models import MLP
+from qsparse.nn import WeightOnlyLinear
+from qsparse.quant import quantize
+from qsparse.report import inside
 from qsparse.report.inside import Insides
 from qsparse.train.config import TrainConfig
 from qsparse.train.run import train
@@ -43,6 +47,27 @@ def insides(run):
 
 def of(insides, variant):
     return next(one for one in insides.variants if one["variant"] == variant)
+
+
+@pytest.mark.parametrize(
+    ("layer", "levels"),
+    [
+        (lambda dense: WeightOnlyLinear.from_linear(dense, 4, 32), 15),
+        (lambda dense: WeightOnlyLinear.from_linear(dense, 8), 255),
+        (lambda dense: quantize(MLP((784, 10), seed=0), "fp8").fc1, 253),
+    ],
+)
+def test_the_grid_is_that_of_the_layer(layer, levels):
+    """A dense weight lies at most half a step from its level, so the same number of weights lies around each."""
+    dense = MLP((784, 10), seed=0).fc1
+    q, scale, every = inside._grid(layer(dense))
+    assert len(every) == levels
+    assert set(q.unique().tolist()) <= set(every.tolist())
+    error = (q * scale - dense.weight.detach()).abs()
+    step = torch.diff(every)[(torch.searchsorted(every, q.contiguous()) - 1).clamp(min=0)]
+    gap = torch.maximum(step, torch.diff(every)[torch.searchsorted(every, q.contiguous()).clamp(max=levels - 2)])
+    assert (error <= 0.5001 * gap * scale).all()
+    assert sum(inside._on_grid("fc1", dense.weight.detach(), q, scale, every)["bars"][1]["y"]) == q.numel()
 
 
 def pixels(text):

@@ -8,7 +8,7 @@ import optuna
 import pytest
 import torch
 
-from qsparse import data
+from qsparse import data, quant
 from qsparse.models import MLP
 from qsparse.nn import Linear, QuantLinear, SparseLinear
 from qsparse.quant import quantize
@@ -46,7 +46,7 @@ def test_float32_is_the_model_itself(model, dataset):
     assert torch.equal(made(x), model(x))
 
 
-@pytest.mark.parametrize("dtype", ["fp16", "bf16", "int8"])
+@pytest.mark.parametrize("dtype", DTYPES[1:])
 def test_all_layers_alike_are_the_quantized_model(model, dataset, dtype):
     x = dataset.test.images[:100]
     assert torch.equal(build(model, dict.fromkeys(LAYERS, Choice(dtype)), dataset)(x), quantize(model, dtype)(x))
@@ -81,4 +81,7 @@ def test_a_trial_proposes_what_it_may():
 def test_int8_alone_leaves_no_sparse_layer():
     study = optuna.create_study(sampler=optuna.samplers.RandomSampler(seed=0))
     assert suggest(study.ask(), LAYERS, ("int8",), 0.05, 0.2) == dict.fromkeys(LAYERS, Choice("int8"))
-    assert set(DTYPES) == {"fp32", "fp16", "bf16", "int8"}
+
+
+def test_what_kernels_compute_can_be_chosen():
+    assert {"fp32", *quant.config.DTYPES} == set(DTYPES)
