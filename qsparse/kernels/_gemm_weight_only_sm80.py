@@ -16,46 +16,58 @@ from qsparse.kernels._load import launch
 
 SOURCE = "gemm_weight_only_sm80.cu"
 _DTYPES = (torch.float16, torch.bfloat16)
-_ROW = 128  # bytes of a weight row in a slice
 _BLOCK = 32  # columns that a warp multiplies at a time: groups of columns are multiples of it
+_UNIT = 4 * _BLOCK  # columns of a slice that a warp has are multiples of it
 _SUM_BLOCK = 256
+_SPLITS = 16
 
 
 @dataclass(frozen=True)
 class Config:
-    """A tile of ``gemm_weight_only_sm80.cu``: ``bm`` rows of x by ``warps * tiles * 16`` outputs a block.
+    """A tile of ``gemm_weight_only_sm80.cu``: ``bm`` rows of x by ``wn * tiles * 16`` outputs a block.
 
-    ``stages`` slices of ``bits``-bit weights, 128 bytes a row, are in flight or in use.
+    ``stages`` slices of ``row`` bytes of each of the tile's weight rows are in flight or in use; ``wn * wk`` warps
+    divide a slice, ``wk`` of them along K.
     """
 
     bits: int
     bm: int
-    warps: int
+    wn: int
     tiles: int
+    wk: int
+    row: int
     stages: int
 
     def __post_init__(self):
         """Raise ValueError for what the kernel's static assertions would refuse."""
-        threads = 32 * self.warps
-        if self.bits not in (4, 8) or self.bm % 8 or self.stages < 2:
+        if self.bits not in (4, 8) or (self.bm > 1 and self.bm % 8) or self.stages < 2 or self.bk % (self.wk * _UNIT):
             raise ValueError(f"not a shape that {SOURCE} has: {self}")
-        if self.bn * _ROW // 16 % threads or self.bm * self.bk // 8 % threads:
-            raise ValueError(f"the threads must share a slice evenly: {self}")
+        for rows, chunks, turn in ((self.bn, self.row // 16, 32 // self.bits), (self.bm, self.bk // 8, 2)):
+            step = self.threads // chunks
+            if self.threads % chunks or (rows > step and (rows % step or step % turn)):
+                raise ValueError(f"the threads must share a slice evenly: {self}")
+        if self.wk * self.bm * (self.bn + 4) * 4 > self.shared:
+            raise ValueError(f"the sums do not fit the stages' memory: {self}")
+
+    @property
+    def threads(self) -> int:
+        """Threads a block."""
+        return 32 * self.wn * self.wk
 
     @property
     def bn(self) -> int:
         """Outputs a block."""
-        return self.warps * self.tiles * 16
+        return self.wn * self.tiles * 16
 
     @property
     def bk(self) -> int:
         """Columns a slice."""
-        return _ROW * 8 // self.bits
+        return self.row * 8 // self.bits
 
     @property
     def slice_bytes(self) -> int:
         """Bytes of weights in a slice."""
-        return self.bn * _ROW
+        return self.bn * self.row
 
     @property
     def shared(self) -> int:
@@ -68,19 +80,21 @@ class Config:
 
     def instance(self, dtype: torch.dtype) -> str:
         """The C++ name of the kernel."""
-        sizes = f"{self.bits}, {self.bm}, {self.warps}, {self.tiles}, {self.stages}"
+        sizes = f"{self.bits}, {self.bm}, {self.wn}, {self.tiles}, {self.wk}, {self.row}, {self.stages}"
         return f"gemm_weight_only_sm80<{C_FLOATS[dtype]}, {sizes}>"
 
 
 CONFIGS = (
-    Config(8, 8, 4, 1, 6),  # 60 KB
-    Config(4, 8, 4, 1, 6),  # 72 KB
-    Config(8, 16, 4, 2, 4),  # 80 KB
-    Config(4, 16, 4, 2, 4),  # 96 KB
-    Config(8, 32, 4, 2, 4),  # 96 KB
-    Config(4, 32, 4, 2, 3),  # 96 KB
-    Config(8, 64, 8, 2, 4),  # 192 KB: 9.0, 10.0
-    Config(4, 64, 8, 2, 3),  # 192 KB
+    Config(8, 1, 4, 2, 2, 256, 3),
+    Config(4, 1, 4, 2, 2, 256, 3),
+    Config(8, 8, 4, 2, 2, 256, 3),
+    Config(4, 8, 4, 2, 2, 256, 2),
+    Config(8, 16, 4, 2, 2, 256, 2),
+    Config(4, 16, 4, 2, 2, 256, 2),
+    Config(8, 32, 4, 2, 1, 128, 4),
+    Config(4, 32, 4, 2, 1, 128, 3),
+    Config(8, 64, 4, 2, 2, 256, 3),
+    Config(4, 64, 4, 2, 2, 256, 2),
 )
 INSTANCES = (
     *(config.instance(dtype) for config in CONFIGS for dtype in _DTYPES),
@@ -97,6 +111,7 @@ def supports(x: torch.Tensor, w: torch.Tensor, group: int | None) -> bool:
         and min(m, n, k) > 0
         and max(m, n, 2 * k) < 2**31 - 512  # the kernel counts in 32 bits, in bytes along a row
         and m * n < 2**34
+        and (group is None or (n * -(-k // group) < 2**32 and k // _BLOCK * (group // _BLOCK) < 2**32))
     )
 
 
@@ -120,7 +135,7 @@ def launch_gemm(
     ----------
     x : (M, K) float16 or bfloat16, contiguous rows ``ldx`` elements apart
     w : (N, K) int8 or (N, ceil(K / 2)) uint8, contiguous rows ``ldw`` bytes apart
-    scale : (N,) or (N, ceil(K / group)) float32 or float16, row-major
+    scale : (N,) or (N, ceil(K / group)) float32, row-major
     group : a multiple of 32, or None
     bias : (N,) contiguous, dtype of ``x``, or None
     y : (M, N) row-major, dtype of ``x``
@@ -136,17 +151,18 @@ def launch_gemm(
     split = split or 1
     sums = torch.empty((split, m, n), dtype=torch.float32, device=x.device) if split > 1 else None
     sums_address, bias_address = (0 if a is None else a.data_ptr() for a in (sums, bias))
-    groups, group = (1, -(-k // _BLOCK) * _BLOCK) if group is None else (scale.shape[1], group)
     operands = (x.data_ptr(), ldx, _unit(x, 2 * ldx), w.data_ptr(), ldw, _unit(w, ldw))
-    scales = (scale.data_ptr(), scale.dtype == torch.float16, groups, group)
+    group = (group or 0) // _BLOCK
+    inverse = -(-(2**32) // group) if group > 1 else 0
+    scales = (scale.data_ptr(), scale.shape[1] if group else 1, group, inverse)
     launch(
         x.device,
         SOURCE,
         config.instance(x.dtype),
-        "PqiPqiPiiiPPPiiiii",
+        "PqiPqiPiiIPPPiiiii",
         (*operands, *scales, bias_address, y.data_ptr(), sums_address, m, n, k, relu, split),
         grid=config.tiles_of(m, n) * split,
-        block=32 * config.warps,
+        block=config.threads,
         shared=config.shared,
     )
     if sums is not None:
@@ -168,31 +184,40 @@ def _unit(a: torch.Tensor, row_bytes: int) -> int:
 
 
 @functools.cache
-def _limits(device: int) -> tuple[int, int]:
-    """Multiprocessors, and bytes of shared memory that a block may have."""
+def _limits(device: int) -> tuple[int, int, int]:
+    """Multiprocessors, and bytes of shared memory that a block and that a multiprocessor may have."""
     properties = torch.cuda.get_device_properties(device)
-    return properties.multi_processor_count, properties.shared_memory_per_block_optin
+    per_block, per_multiprocessor = (
+        properties.shared_memory_per_block_optin,
+        properties.shared_memory_per_multiprocessor,
+    )
+    return properties.multi_processor_count, per_block, per_multiprocessor
 
 
 @functools.lru_cache(maxsize=4096)
-def choose(bits: int, m: int, n: int, k: int, multiprocessors: int, shared_limit: int) -> tuple[Config, int]:
+def choose(
+    bits: int, m: int, n: int, k: int, multiprocessors: int, shared_limit: int, shared_total: int
+) -> tuple[Config, int]:
     """The tile and the split of K with the least time by a rough model of one multiprocessor; only the order counts.
 
-    A multiprocessor reads so many bytes a nanosecond while enough are in flight and eight warps take them apart.
+    A multiprocessor reads so many bytes a nanosecond while enough are in flight and 16 warps take them apart.
     """
-    BANDWIDTH, IN_FLIGHT, WARPS, SUM = 32.0, 32 * 1024, 8, 2000.0  # bytes/ns, bytes, -, ns
+    BANDWIDTH, IN_FLIGHT, SUM, RESERVED = 32.0, 32 * 1024, 1500.0, 1024  # bytes/ns, bytes, ns, bytes a block
 
     def time(candidate: tuple[Config, int]) -> float:
         config, split = candidate
-        blocks = math.ceil(config.tiles_of(m, n) * split / multiprocessors)
-        resident = min(blocks, (shared_limit + 1024) // (config.shared + 1024))
-        in_flight = resident * (config.stages - 1) * config.slice_bytes
-        rate = BANDWIDTH * min(1.0, in_flight / IN_FLIGHT, resident * config.warps / WARPS)
+        registers = (512 if config.bm <= 16 else 256) // config.threads
+        resident = min(shared_total // (config.shared + RESERVED), registers)
         share = math.ceil(math.ceil(k / config.bk) / split)
-        second = SUM + 4 * split * m * n / (BANDWIDTH * multiprocessors) if split > 1 else 0.0
-        return blocks * share * config.slice_bytes / rate + second
+        blocks = math.ceil(config.tiles_of(m, n) * split / multiprocessors)
+        rounds = math.ceil(blocks / resident)
+        together = min(blocks, resident)
+        rate = BANDWIDTH * min(1.0, together * (config.stages - 1) * config.slice_bytes / IN_FLIGHT)
+        rate *= min(1.0, 0.2 + 0.8 * together / registers)
+        second = SUM + 8 * split * m * n / (BANDWIDTH * multiprocessors) if split > 1 else 0.0
+        return rounds * together * share * config.slice_bytes / rate + second
 
     fitting = [config for config in CONFIGS if config.bits == bits and config.shared <= shared_limit]
     enough = min((config.bm for config in fitting if config.bm >= m), default=max(config.bm for config in fitting))
-    splits = range(1, min(16, -(-k // fitting[0].bk)) + 1)
+    splits = range(1, min(_SPLITS, -(-k // min(config.bk for config in fitting))) + 1)
     return min(((c, split) for c in fitting if c.bm == enough for split in splits), key=time)

@@ -9,10 +9,9 @@ from qsparse.kernels._face import C_FLOATS, check_same_device, check_tensor, fac
 from qsparse.kernels._load import launch
 from qsparse.kernels.gemm import gemm
 
-_SCALES = (torch.float32, torch.float16)
 _FEW_ROWS = 256  # of x; with more of them floats of the weights, made once, are the faster way
 _BLOCK = 256
-_COLUMNS = 8  # that a thread of gemm_weight_only_simt.cu turns into floats
+_COLUMNS = 16  # that a thread of gemm_weight_only_simt.cu turns into floats
 
 
 def _instance(dtype: torch.dtype, packed: bool) -> str:
@@ -55,7 +54,7 @@ def gemm_weight_only(x, w, scale, bias=None, *, group: int | None = None, relu: 
         Activations, any strides (a view whose rows are not contiguous is copied).
     w : (N, K) int8, or (N, ceil(K / 2)) uint8
         The integers ``q``, one row an output: int8, or int4 packed two to a byte as :func:`pack_int4` does.
-    scale : (N,) float32 or float16; with ``group`` (N, ceil(K / group))
+    scale : (N,) float32; with ``group`` (N, ceil(K / group))
         One scale an output channel, or one for each ``group`` columns of it.
     bias : (N,), dtype of ``x``, optional
     group : int, optional
@@ -86,7 +85,7 @@ def gemm_weight_only(x, w, scale, bias=None, *, group: int | None = None, relu: 
     check_tensor("w", w, (w.dtype,), (None, -(-k // 2) if packed else k))
     if group is not None and group < 1:
         raise ValueError(f"group must be at least 1, got {group}")
-    check_tensor("scale", scale, _SCALES, (n,) if group is None else (n, -(-k // group)))
+    check_tensor("scale", scale, (torch.float32,), (n,) if group is None else (n, -(-k // group)))
     if bias is not None:
         check_tensor("bias", bias, (x.dtype,), (n,))
     check_same_device(x, w=w, scale=scale, bias=bias)
@@ -112,20 +111,19 @@ def _dequantized(w, ldw: int, scale, group: int | None, x) -> torch.Tensor:
     n, k, packed = w.shape[0], x.shape[1], w.dtype == torch.uint8
     ld = -(-k // _COLUMNS) * _COLUMNS
     out = torch.empty((n, ld), dtype=x.dtype, device=x.device)
-    aligned = (w.data_ptr() | ldw) % 4 == 0
+    aligned = (w.data_ptr() | ldw) % (8 if packed else 16) == 0
     launch(
         x.device,
         "gemm_weight_only_simt.cu",
         _instance(x.dtype, packed),
-        "PqiPiqqPqqq",
+        "PqiPiiPiii",
         (
             w.data_ptr(),
             ldw,
             aligned,
             scale.data_ptr(),
-            scale.dtype == torch.float16,
             1 if group is None else scale.shape[1],
-            group or max(k, 1),
+            max(k, 1) if group is None else min(group, k),
             out.data_ptr(),
             ld,
             n,
@@ -187,6 +185,6 @@ def _cpu(x, w, scale, bias, group, relu):
         for start in range(0, len(w), height):
             part = slice(start, start + height)
             q = w[part] if w.dtype == torch.int8 else unpack_int4(w[part], k)
-            weights = q.float().mul_(spread_groups(scale[part].float(), group, k))
+            weights = q.float().mul_(spread_groups(scale[part], group, k))
             y[:, part] = torch.nn.functional.linear(x32, weights, None if bias is None else bias[part])
     return (y.relu_() if relu else y).to(x.dtype)

@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from qsparse import kernels
+from qsparse.kernels import _gemm_weight_only_sm80
 from qsparse.kernels.gemm_weight_only import pack_int4, unpack_int4
 from qsparse.oracles.gemm_weight_only import gemm_weight_only as oracle
 from qsparse.oracles.gemm_weight_only import integers as oracle_integers
@@ -134,15 +135,6 @@ def test_broadcast_views(device, bits, normal, weights, check):
 
 
 @pytest.mark.parametrize("bits", BITS)
-@pytest.mark.parametrize("group", [None, 128])
-def test_scales_in_float16(device, bits, group, normal, weights, check):
-    w, scale = weights(70, 784, bits, group, device)
-    for m in (4, 300):
-        x = normal(m, 784, dtype=torch.float16, device=device)
-        check(kernels.gemm_weight_only(x, w, scale.half(), group=group), x, w, scale.half(), group=group)
-
-
-@pytest.mark.parametrize("bits", BITS)
 @pytest.mark.parametrize("group", [None, 32])
 def test_case_6_scales_of_zero(device, bits, group, normal, weights):
     w, scale = weights(70, 100, bits, group, device)
@@ -184,6 +176,20 @@ def test_the_same_bits_in_every_run(device, normal, weights):
     assert all(torch.equal(kernels.gemm_weight_only(x, w, scale, group=128), first) for _ in range(5))
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("config", _gemm_weight_only_sm80.CONFIGS, ids=str)
+@pytest.mark.parametrize("split", [1, 2, 3, 8, 16])
+def test_every_tile_and_split(config, split, normal, weights, check):
+    group = {1: None, 2: 128, 3: 96}.get(split)
+    for dtype, (m, n, k) in ((torch.float16, (config.bm, 300, 1537)), (torch.bfloat16, (config.bm + 3, 129, 2048))):
+        x, bias = normal(m, k, dtype=dtype, device="cuda"), normal(n, dtype=dtype, device="cuda")
+        w, scale = weights(n, k, config.bits, group, "cuda")
+        y = torch.empty((m, n), dtype=dtype, device="cuda")
+        operands = (x, k, w, w.stride(0), scale, group, bias, y)
+        _gemm_weight_only_sm80.launch_gemm(*operands, relu=True, config=config, split=split)
+        check(y, x, w, scale, bias, group=group, relu=True)
+
+
 @pytest.mark.parametrize("packed", [True, False], ids=["torch._weight_int8pack_mm", "chunks"])
 @pytest.mark.parametrize("shape", [(1, 1, 16), (7, 10, 784), (65, 33, 96)], ids=str)
 def test_both_methods_of_the_cpu(packed, shape, normal, weights, check, monkeypatch):
@@ -193,6 +199,7 @@ def test_both_methods_of_the_cpu(packed, shape, normal, weights, check, monkeypa
     check(kernels.gemm_weight_only(x, w, scale, bias, relu=True), x, w, scale, bias, relu=True)
 
 
+@pytest.mark.filterwarnings("ignore:.*:DeprecationWarning:torch")  # PyTorch's own, while its compiler starts
 def test_torch_compile_takes_it_whole(device, normal, weights, assert_same_bits):
     torch.use_deterministic_algorithms(False)  # the compiler refuses the mode that fills empty tensors
     torch.compiler.reset()
@@ -219,7 +226,7 @@ def test_refuses_what_does_not_fit(device):
         call(x, w[:, :6], scale)
     with pytest.raises(ValueError, match=r"^w must have shape \(any, 4\), got \(5, 3\)"):
         call(x, packed[:, :3], scale)
-    with pytest.raises(TypeError, match=r"^scale must be float32, float16, got float64"):
+    with pytest.raises(TypeError, match=r"^scale must be float32, got float64"):
         call(x, w, scale.double())
     with pytest.raises(ValueError, match=r"^scale must have shape \(5,\), got \(5, 1\)"):
         call(x, w, scale[:, None])
