@@ -28,7 +28,7 @@ from qsparse.quant.schemes import limits, round_weights, scale_and_zero, spread,
 from qsparse.train.config import TrainConfig
 from qsparse.train.fit import EpochEnd, Progress, fit
 
-_LEAST = 1e-3  # of the step that a learned one starts from: it stays positive
+_LEAST = 1e-3  # of the scale that a learned one starts from
 
 
 def train_quantized(
@@ -75,8 +75,8 @@ class QatLinear(torch.nn.Module):
     """A layer that trains as it will infer, on ``x (M, K)`` float32; its outputs are exactly those of `frozen()`.
 
     layer: dense, float32, to start from. config: of this layer. grid: of static activations, where a learned step
-    starts too. Parameters: weight (N, K), bias (N,), and where `lsq` learns them weight_step (1, 1), (N, 1) or (N, G)
-    and input_step (1,).
+    starts too. Parameters: weight (N, K), bias (N,), and where `lsq` learns them the values of weight_step, (1, 1),
+    (N, 1) or (N, G), and of input_step, (1,).
     """
 
     def __init__(self, layer: Linear, config: QuantConfig, grid: Grid | None) -> None:
@@ -88,16 +88,9 @@ class QatLinear(torch.nn.Module):
         scale, zero = grid or (None, None)
         self.register_buffer("input_scale", scale)
         self.register_buffer("input_zero", zero)
-        self._start = {}  # of each learned step
-        if config.calibration == "lsq":
-            self._learn("input_step", scale)
-        if config.weight_calibration == "lsq":
-            self._learn("weight_step", weight_grid(self.weight.detach(), *scheme(config))[0])
-
-    def _learn(self, name: str, start: Tensor) -> None:
-        self.register_parameter(name, torch.nn.Parameter(start.clone()))
-        self.register_buffer(f"_least_{name}", _LEAST * start)
-        self._start[name] = f"_least_{name}"
+        self.input_step = LearnedStep(scale) if config.calibration == "lsq" else None
+        start = weight_grid(self.weight.detach(), *scheme(config))[0]
+        self.weight_step = LearnedStep(start) if config.weight_calibration == "lsq" else None
 
     def forward(self, x: Tensor) -> Tensor:
         with torch.no_grad():
@@ -111,33 +104,26 @@ class QatLinear(torch.nn.Module):
     def frozen(self) -> torch.nn.Module:
         """The layer that inference runs, with the weights and the steps as they are now."""
         config = self.config
-        q, scale, zero = round_weights(self.weight, *scheme(config))
-        if config.weight_calibration == "lsq":
-            scale, zero = self._step("weight_step"), torch.zeros_like(self.weight_step)
-            q = to_grid(self.weight, *self._spread(scale, zero), config.bits)
-        return inference_layer(config, (q, scale.detach(), zero), self.bias, self.activation, self._grid())
-
-    def _step(self, name: str) -> Tensor:
-        """A learned step, which the last step of the training may have moved to zero or below."""
-        step = self.get_parameter(name)
-        with torch.no_grad():
-            torch.maximum(step, self.get_buffer(self._start[name]), out=step)
-        return step
+        if self.weight_step is None:
+            parts = round_weights(self.weight, *scheme(config))
+        else:
+            scale = self.weight_step().detach()
+            zero = torch.zeros_like(scale)
+            parts = to_grid(self.weight, *self._spread(scale, zero), config.bits), scale, zero
+        return inference_layer(config, parts, self.bias, self.activation, self._grid())
 
     def _grid(self) -> Grid | None:
         if self.input_scale is None:
             return None
-        scale = self._step("input_step").detach() if self.config.calibration == "lsq" else self.input_scale
-        return scale, self.input_zero
+        return self.input_scale if self.input_step is None else self.input_step().detach(), self.input_zero
 
     def _inputs(self, x: Tensor) -> Tensor:
         """x as the product sees it, with the gradient of one that is not rounded."""
         config = self.config
         if config.weights_only:
             return x
-        if config.calibration == "lsq":
-            step = self._step("input_step")
-            return FakeQuantize.apply(x, step, self.input_zero, config.bits, True, x.shape[1])
+        if self.input_step is not None:
+            return FakeQuantize.apply(x, self.input_step(), self.input_zero, config.bits, True, x.shape[1])
         scale, zero = self._grid() or scale_and_zero(
             *x.detach().aminmax(dim=1, keepdim=True), config.bits, config.symmetric
         )
@@ -145,16 +131,32 @@ class QatLinear(torch.nn.Module):
 
     def _weights(self) -> Tensor:
         config, w = self.config, self.weight
-        if config.weight_calibration == "lsq":
-            step = self._step("weight_step")
-            step, zero = self._spread(step, torch.zeros_like(step))
-            return FakeQuantize.apply(w, step, zero, config.bits, True, w.numel() // self.weight_step.numel())
+        if self.weight_step is not None:
+            step = self.weight_step()
+            grid = self._spread(step, torch.zeros_like(step))
+            return FakeQuantize.apply(w, *grid, config.bits, True, w.numel() // step.numel())
         grid = weight_grid(w.detach(), *scheme(config))
         return FakeQuantize.apply(w, *self._spread(*grid), config.bits, config.symmetric_weights, None)
 
     def _spread(self, scale: Tensor, zero: Tensor) -> tuple[Tensor, Tensor]:
         config = self.config
         return tuple(spread(value, self.weight, config.granularity, config.group) for value in (scale, zero))
+
+
+class LearnedStep(torch.nn.Module):
+    """A scale that training moves, and that stays positive: what a step of training drove below a thousandth of where
+    it started is put back there.
+    """
+
+    def __init__(self, start: Tensor) -> None:
+        super().__init__()
+        self.value = torch.nn.Parameter(start.clone())
+        self.register_buffer("least", _LEAST * start)
+
+    def forward(self) -> Tensor:
+        with torch.no_grad():
+            torch.maximum(self.value, self.least, out=self.value)
+        return self.value
 
 
 class FakeQuantize(torch.autograd.Function):

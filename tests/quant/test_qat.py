@@ -123,8 +123,8 @@ def test_where_a_learned_step_starts():
     config = QuantConfig("int4", **LSQ, **SIMULATED, qat_epochs=1)
     layer = first_layer(config)
     expected = 2 * layer.weight.detach().abs().mean(dim=1, keepdim=True) / math.sqrt(7)
-    torch.testing.assert_close(layer.weight_step.detach(), expected)
-    torch.testing.assert_close(layer.input_step.detach(), 2 * X.abs().mean().reshape(1) / math.sqrt(7))
+    torch.testing.assert_close(layer.weight_step().detach(), expected)
+    torch.testing.assert_close(layer.input_step().detach(), 2 * X.abs().mean().reshape(1) / math.sqrt(7))
 
 
 @pytest.mark.parametrize("driven", [0.0, -1.0, -1e30])
@@ -132,16 +132,16 @@ def test_a_learned_step_that_is_driven_below_zero_stays_positive(driven):
     config = QuantConfig("int4", **LSQ, **SIMULATED, qat_epochs=1)
     layer = first_layer(config)
     with torch.no_grad():
-        layer.weight_step.fill_(driven)
-        layer.input_step.fill_(driven)
+        layer.weight_step.value.fill_(driven)
+        layer.input_step.value.fill_(driven)
     out = layer(torch.randn(4, 784))
-    assert bool((layer.weight_step > 0).all())
-    assert bool((layer.input_step > 0).all())
+    assert bool((layer.weight_step.value > 0).all())
+    assert bool((layer.input_step.value > 0).all())
     assert torch.isfinite(out).all()
     gradients = torch.autograd.grad(out.sum(), list(layer.parameters()))
     assert all(bool(torch.isfinite(gradient).all()) for gradient in gradients)
     with torch.no_grad():
-        layer.weight_step.fill_(driven)
+        layer.weight_step.value.fill_(driven)
     assert float(layer.frozen().weight.abs().max()) < 1  # and nothing was negated
     assert bool((layer.frozen().weight * layer.weight >= 0).all())
 
