@@ -5,14 +5,18 @@
 //
 // The idea: at this size a launch and a trip to memory cost more than the work. A group of blocks owns BM rows of the
 // batch and takes them through all layers. Each block holds its slice of every layer's outputs, and all its weights are
-// on their way to shared memory before anything else happens. Between the layers the group exchanges activations
-// through L2 and meets at a barrier: that of a cluster, or, for groups larger than a cluster, a counter.
+// on their way to shared memory before anything else happens. Between the layers the group exchanges activations. Where
+// it does so through L2, it meets at a barrier: that of a cluster, or, for groups larger than a cluster, a counter.
 //
 //   columns   a layer but the last is shared out by columns: a block computes its slice for all rows of the group.
 //   rows      the last one, which is narrow, is shared out by rows: what a block computes there it quantized itself, so
 //             no barrier is needed in between. Every block holds all weights of that layer.
-//   REDUNDANT each block quantizes all of the group's rows for itself (few rows: no barrier); else each quantizes its
-//             share of the rows and the others read the result.
+//
+// Three ways to exchange activations:
+//   SENT      each block stores its outputs into the shared memory of all blocks of its cluster, where an mbarrier counts
+//             the bytes, and each quantizes all rows for itself: few rows, and no other barrier.
+//   READ      the same through L2, for groups larger than a cluster.
+//   SHARED    each quantizes its share of the rows, and the others read the result: many rows.
 //
 // A warp multiplies MW tiles of 16 rows by NT tiles of 8 columns, 64 bytes of K at a time; KS warps share out K and add
 // their integers in shared memory, in any order with the same sum. Which 16 bytes of the 64 a lane reads is free as long
@@ -31,7 +35,7 @@ struct Layer {
     const float* scale_w;  // (N,), or one for step_w == 0
     const float* bias;     // (N,) or null
     const float* scale_x;  // static scale of the input, or null
-    float* y;              // (M, ld), the last one's is the result
+    float* y;              // (M, ld), the last one's is the result; a hidden one's unless it is sent
     signed char* q;        // (M, pieces * PIECE) the quantized input, where blocks exchange it; padded with zeros
     float* scales;         // (M,) and its scales
     int N, K, ld, step_w;
@@ -39,13 +43,17 @@ struct Layer {
     int w_at;      // where in shared memory its weights lie, in lines of line_of(K) bytes
     int scale_at;  // and its slice of scale_w, then of the bias
     int bulk;      // lines of w can be copied in bulk: K and w are multiples of 16 bytes
+    int sent_at;   // where in shared memory its outputs arrive, (rows, ld) floats
 };
+
+enum Mode { SENT, READ, SHARED };
 
 struct Network {
     Layer layer[LAYERS];
     const void* x;
     unsigned* counters;  // one a group, 128 bytes apart, or null for clusters
-    int M, layers, group;
+    int M, layers;
+    int group, rows;  // blocks and rows of a group
     int kind;     // of x: 0 float, 1 half, 2 bfloat16
     int aligned;  // four elements of x can be loaded at once
     int act_at;   // where in shared memory this block's quantized rows lie
@@ -61,6 +69,10 @@ __device__ __forceinline__ void copy_word_async(float* to, const float* from) {
     asm volatile("cp.async.ca.shared.global [%0], [%1], 4;" ::"r"(shared_address(to)), "l"(from) : "memory");
 }
 __device__ __forceinline__ void copy_wait_all() { asm volatile("cp.async.wait_all;" ::: "memory"); }
+
+// The two halves of a cluster's barrier, where the first one only says that the block's mbarriers exist.
+__device__ __forceinline__ void cluster_announce() { asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory"); }
+__device__ __forceinline__ void cluster_await() { asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory"); }
 
 // All blocks of the group are here, and each sees what the others wrote. The counter's top bit flips when the last one
 // arrives, and the lower bits are then zero again, so it serves the next launch as it is.
@@ -99,11 +111,6 @@ __device__ __noinline__ float4 load4_slowly(const void* row, int k, int K, int k
 
 __device__ __forceinline__ unsigned packed(int a, int b, int c, int d) {
     return __byte_perm(__byte_perm(a, b, 0x0040), __byte_perm(c, d, 0x0040), 0x5410);
-}
-
-__device__ __noinline__ unsigned nearest4_slowly(float4 v, float scale) {
-    const Divider by(scale, -127, 127);
-    return packed(by.nearest(v.x), by.nearest(v.y), by.nearest(v.z), by.nearest(v.w));
 }
 
 __device__ __forceinline__ unsigned largest_of(float4 v) {
@@ -171,10 +178,7 @@ __device__ __forceinline__ void quantize_row(const void* row, int K, int kind, b
         const int k = 4 * (member + i * TEAM);
         if (k >= bytes) break;
         unsigned four = 0;
-        if (finite)
-            four = by.quick ? packed(by.nearest_quickly(v[i].x), by.nearest_quickly(v[i].y),
-                                     by.nearest_quickly(v[i].z), by.nearest_quickly(v[i].w))
-                            : nearest4_slowly(v[i], s);
+        if (finite) four = packed(by.nearest(v[i].x), by.nearest(v[i].y), by.nearest(v[i].z), by.nearest(v[i].w));
         *reinterpret_cast<unsigned*>(q + k) = four;
     }
     if (member == 0) *scale = finite ? s : not_a_number();
@@ -260,11 +264,12 @@ __device__ __forceinline__ void multiply(int (&d)[MW][NT][4], const signed char*
 
 // --- the kernel ---------------------------------------------------------------------------------------------------
 
-template <int MW, int NT, int WM, int KS, bool REDUNDANT>
+template <int MW, int NT, int WM, int KS, Mode MODE>
 __global__ void __launch_bounds__(WM * KS * 32, 1) mlp_int8_sm90(const __grid_constant__ Network net) {
     constexpr int THREADS = WM * KS * 32, BM = WM * MW * 16, BN = NT * 8, TILE_LD = BN + 8;
+    static_assert(MODE != SENT || KS > 1, "what is sent is sent from the tile");
     extern __shared__ __align__(128) unsigned char shared[];
-    __shared__ unsigned long long arrived[LAYERS];
+    __shared__ unsigned long long arrived[LAYERS], received[LAYERS];  // weights; outputs of a layer
     __shared__ unsigned partial[2][THREADS / 32];
     __shared__ float fixed_scales[LAYERS];
     float* scales = reinterpret_cast<float*>(shared);  // BM
@@ -273,8 +278,8 @@ __global__ void __launch_bounds__(WM * KS * 32, 1) mlp_int8_sm90(const __grid_co
 
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
     const int rank = blockIdx.x % net.group, last = net.layers - 1;
-    const long long m0 = static_cast<long long>(blockIdx.x / net.group) * BM;
-    const int rows = min(static_cast<long long>(BM), net.M - m0);
+    const long long m0 = static_cast<long long>(blockIdx.x / net.group) * net.rows;
+    const int rows = min(static_cast<long long>(net.rows), net.M - m0);
     const int share = (rows + net.group - 1) / net.group;
     const int share0 = min(rank * share, rows), share1 = min(share0 + share, rows);
     unsigned* counter = net.counters ? net.counters + blockIdx.x / net.group * 32 : nullptr;
@@ -288,16 +293,21 @@ __global__ void __launch_bounds__(WM * KS * 32, 1) mlp_int8_sm90(const __grid_co
 
     if (threadIdx.x == 0) {
 #pragma unroll
-        for (int l = 0; l < LAYERS; ++l) mbarrier_init(&arrived[l], 1);
+        for (int l = 0; l < LAYERS; ++l) {
+            mbarrier_init(&arrived[l], 1);
+            mbarrier_init(&received[l], 1);
+        }
         mbarrier_init_fence();
     }
     if constexpr (KS > 1)
 #pragma unroll 1
         for (int i = threadIdx.x; i < BM * TILE_LD; i += THREADS) tile[i] = 0;
     __syncthreads();
+    if constexpr (MODE == SENT) cluster_announce();
 #pragma unroll 1
     for (int l = 0; l <= last; ++l) {
         const Layer& layer = net.layer[l];
+        if (MODE == SENT && threadIdx.x == 0 && l < last) mbarrier_expect_bytes(&received[l], rows * layer.ld * 4);
         const int count = count_of(l), line = line_of(layer.K);
         const signed char* w = layer.w + static_cast<long long>(first_of(l)) * layer.K;
         unsigned char* to = shared + layer.w_at;
@@ -332,10 +342,13 @@ __global__ void __launch_bounds__(WM * KS * 32, 1) mlp_int8_sm90(const __grid_co
 #pragma unroll 1
     for (int l = 0; l <= last; ++l) {
         const Layer& layer = net.layer[l];
-        const bool by_rows = l == last;
-        if (by_rows && share0 == share1) break;
-        const bool local = by_rows || REDUNDANT;
-        const int from = REDUNDANT && !by_rows ? 0 : share0, to = REDUNDANT && !by_rows ? rows : share1;
+        const bool by_rows = l == last, local = by_rows || MODE != SHARED;
+        const int from = local && !by_rows ? 0 : share0, to = local && !by_rows ? rows : share1;
+        if (MODE == SENT && l > 0) mbarrier_wait(&received[l - 1], 0);  // also before leaving: it is written to
+        if (by_rows && from == to) {
+            if (MODE == SENT && l == 0) cluster_await();
+            break;
+        }
         const int K = layer.K, pieces = pieces_of(K), line = line_of(K);
         signed char* q = local ? act : layer.q + (m0 + from) * (pieces * PIECE);
         float* s = local ? scales : layer.scales + m0 + from;
@@ -345,14 +358,15 @@ __global__ void __launch_bounds__(WM * KS * 32, 1) mlp_int8_sm90(const __grid_co
         float fixed = 0.0f;
         if (l > 0) {
             const Layer& before = net.layer[l - 1];
-            x = reinterpret_cast<const char*>(before.y + (m0 + from) * before.ld);
+            x = MODE == SENT ? reinterpret_cast<const char*>(shared + before.sent_at) + from * before.ld * 4
+                             : reinterpret_cast<const char*>(before.y + (m0 + from) * before.ld);
             stride = before.ld * 4;
             fixed = fixed_scales[l];
         } else if (layer.scale_x) {
             fixed = *layer.scale_x;
         }
-        quantize<THREADS>(x, stride, to - from, K, l > 0 ? 0 : net.kind, l > 0 ? K % 4 == 0 : net.aligned, fixed, q,
-                          ldq, s, partial);
+        quantize<THREADS>(x, stride, to - from, K, l > 0 ? 0 : net.kind, l > 0 ? MODE == SENT || K % 4 == 0 : net.aligned,
+                          fixed, q, ldq, s, partial);
         copy_wait_all();
         if (!local) {
             group_sync(counter, rank, net.group);
@@ -360,16 +374,17 @@ __global__ void __launch_bounds__(WM * KS * 32, 1) mlp_int8_sm90(const __grid_co
             for (int r = threadIdx.x; r < rows; r += THREADS) scales[r] = __ldcg(layer.scales + m0 + r);
         }
         __syncthreads();
+        if (MODE == SENT && l == 0) cluster_await();  // all blocks can be sent to
         if (layer.bulk) mbarrier_wait(&arrived[l], 0);
 
         const int count = count_of(l), m_rows = local ? to - from : rows;
         const int wm = warp % WM * MW * 16;
         const float* scale_w = reinterpret_cast<const float*>(shared + layer.scale_at);
         float* y = layer.y + (m0 + (by_rows ? from : 0)) * layer.ld + first_of(l);
-        auto finish = [&](int r, int c, int sum) {
+        auto scaled = [&](int r, int c, int sum) {
             const float v = __fadd_rn(__fmul_rn(__fmul_rn(static_cast<float>(sum), scales[r]), scale_w[c]),
                                       scale_w[layer.slice + c]);
-            y[static_cast<long long>(r) * layer.ld + c] = by_rows ? v : relu_of(v);
+            return by_rows ? v : relu_of(v);
         };
 #pragma unroll 1
         for (int c0 = 0; c0 < count; c0 += BN) {
@@ -395,21 +410,47 @@ __global__ void __launch_bounds__(WM * KS * 32, 1) mlp_int8_sm90(const __grid_co
                         if constexpr (KS > 1)
                             atomicAdd(&tile[r * TILE_LD + c], d[i][j][e]);
                         else
-                            finish(r, c0 + c, d[i][j][e]);
+                            y[static_cast<long long>(r) * layer.ld + c0 + c] = scaled(r, c0 + c, d[i][j][e]);
                     }
             if constexpr (KS > 1) {
                 __syncthreads();
+                if (MODE == SENT && !by_rows) {
+                    // Lanes 8 apart hold the same four columns and share out the blocks of the cluster. Beyond N
+                    // zeros go out, up to a multiple of four, and the next layer takes them for its padding.
+                    const int ld = layer.ld, to_rank = lane / 8;
 #pragma unroll 1
-                for (int r = warp; r < m_rows; r += THREADS / 32)
+                    for (int r = warp; r < m_rows; r += THREADS / 32)
 #pragma unroll 1
-                    for (int c = lane; c < columns; c += 32) {
-                        finish(r, c0 + c, tile[r * TILE_LD + c]);
-                        tile[r * TILE_LD + c] = 0;
-                    }
+                        for (int next = 0; next < columns; next += 32) {
+                            const int c = next + lane % 8 * 4;
+                            int4* at = reinterpret_cast<int4*>(&tile[r * TILE_LD + min(c, BN - 4)]);
+                            const int4 sum = *at;
+                            __syncwarp();
+                            if (c >= columns) continue;
+                            *at = int4{0, 0, 0, 0};
+                            auto value = [&](int i, int part) {
+                                return c + i < columns ? __float_as_uint(scaled(r, c0 + c + i, part)) : 0;
+                            };
+                            const uint4 v = {value(0, sum.x), value(1, sum.y), value(2, sum.z), value(3, sum.w)};
+                            const float* here = reinterpret_cast<const float*>(shared + layer.sent_at) + r * ld +
+                                                first_of(l) + c0 + c;
+#pragma unroll 1
+                            for (int to = to_rank; to < net.group; to += 4)
+                                cluster_send(cluster_address(here, to), v, cluster_address(&received[l], to));
+                        }
+                } else {
+#pragma unroll 1
+                    for (int r = warp; r < m_rows; r += THREADS / 32)
+#pragma unroll 1
+                        for (int c = lane; c < columns; c += 32) {
+                            y[static_cast<long long>(r) * layer.ld + c0 + c] = scaled(r, c0 + c, tile[r * TILE_LD + c]);
+                            tile[r * TILE_LD + c] = 0;
+                        }
+                }
                 __syncthreads();
             }
         }
-        if (!by_rows) group_sync(counter, rank, net.group);
+        if (MODE != SENT && !by_rows) group_sync(counter, rank, net.group);
     }
     copy_wait_all();
 }

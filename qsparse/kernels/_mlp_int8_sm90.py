@@ -1,6 +1,6 @@
 """The host side of ``mlp_int8_sm90.cu``: which networks and batches it takes, how blocks share the work, the launch.
 
-A group of blocks takes a tile of rows through all layers. Groups up to 16 blocks are clusters; a larger one counts its
+A group of blocks takes some rows through all layers. Groups up to 16 blocks are clusters; a larger one counts its
 blocks in memory, and is launched so that all of them run at once.
 """
 
@@ -20,20 +20,27 @@ LAYERS, PIECE, LONGEST = 4, 64, 4096  # as in the kernel
 SHARED = 231_424  # bytes that a block may ask for, less 1 KB for the kernel's own arrays
 LARGEST_CLUSTER = 16
 _ELEMENTS = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
-_LAYER = struct.Struct("@PPPPPPPiiiiiiii")
-_NETWORK = struct.Struct("@PPiiiiii")
+_LAYER = struct.Struct("@PPPPPPPiiiiiiiii0P")
+_NETWORK = struct.Struct("@PPiiiiiii0P")
 _FORMATS = f"{LAYERS * _LAYER.size + _NETWORK.size}s"
 
 
 @dataclass(frozen=True)
 class Config:
-    """The kernel's template: ``ks`` times ``wm`` warps, each ``mw`` tiles of 16 rows by ``nt`` of 8 columns."""
+    """The kernel's template: ``ks`` times ``wm`` warps, each ``mw`` tiles of 16 rows by ``nt`` of 8 columns.
+
+    ``mode`` is how blocks exchange activations: SENT, READ or SHARED.
+    """
 
     mw: int
     nt: int
     wm: int
     ks: int
-    redundant: bool
+    mode: str
+
+    def __post_init__(self):
+        if self.mode not in ("SENT", "READ", "SHARED") or (self.mode == "SENT" and self.ks == 1):
+            raise ValueError(f"no such kernel: {self}")
 
     @property
     def rows(self) -> int:
@@ -45,32 +52,33 @@ class Config:
 
     @property
     def instance(self) -> str:
-        template = f"{self.mw}, {self.nt}, {self.wm}, {self.ks}, {str(self.redundant).lower()}"
-        return f"mlp_int8_sm90<{template}>"
+        return f"mlp_int8_sm90<{self.mw}, {self.nt}, {self.wm}, {self.ks}, {self.mode}>"
 
 
-FEW = Config(mw=1, nt=4, wm=1, ks=8, redundant=True)
-WIDE = Config(mw=1, nt=8, wm=1, ks=8, redundant=True)
-SHARED_16 = Config(mw=1, nt=8, wm=1, ks=8, redundant=False)
-SHARED_32 = Config(mw=1, nt=8, wm=2, ks=4, redundant=False)
-SHARED_64 = Config(mw=4, nt=4, wm=1, ks=8, redundant=False)
-SHARED_128 = Config(mw=1, nt=8, wm=8, ks=1, redundant=False)
-SHARED_160 = Config(mw=1, nt=16, wm=10, ks=1, redundant=False)
-CONFIGS = (FEW, WIDE, SHARED_16, SHARED_32, SHARED_64, SHARED_128, SHARED_160)
+SENT_NARROW = Config(mw=1, nt=4, wm=1, ks=8, mode="SENT")
+SENT_WIDE = Config(mw=1, nt=8, wm=1, ks=8, mode="SENT")
+READ_NARROW = Config(mw=1, nt=4, wm=1, ks=8, mode="READ")
+SHARED_16 = Config(mw=1, nt=8, wm=1, ks=8, mode="SHARED")
+SHARED_32 = Config(mw=1, nt=8, wm=2, ks=4, mode="SHARED")
+SHARED_64 = Config(mw=4, nt=4, wm=1, ks=8, mode="SHARED")
+SHARED_128 = Config(mw=1, nt=8, wm=8, ks=1, mode="SHARED")
+SHARED_160 = Config(mw=1, nt=16, wm=10, ks=1, mode="SHARED")
+CONFIGS = (SENT_NARROW, SENT_WIDE, READ_NARROW, SHARED_16, SHARED_32, SHARED_64, SHARED_128, SHARED_160)
 INSTANCES = tuple(config.instance for config in CONFIGS)
 
 
 @dataclass(frozen=True)
 class Plan:
-    """A configuration for a network and a batch: blocks a group, and what lies where in shared and scratch memory."""
+    """A configuration for a network and a batch: who does what, and what lies where in shared and scratch memory."""
 
     config: Config
-    group: int
+    group: int  # blocks of a group
+    rows: int  # rows of a group
     groups: int
-    counted: bool  # a counter is the barrier, not a cluster
     slices: tuple[int, ...]
     lines_at: tuple[int, ...]  # offsets in shared memory: weights, scales of weights, activations
     scales_at: tuple[int, ...]
+    sent_at: tuple[int, ...]  # outputs that are sent
     act_at: int
     shared: int
     leading: tuple[int, ...]  # row strides of the outputs
@@ -78,6 +86,11 @@ class Plan:
     inputs_at: tuple[int, ...]
     input_scales_at: tuple[int, ...]
     scratch: int
+
+    @property
+    def counted(self) -> bool:
+        """Whether a counter is the barrier, not a cluster."""
+        return self.group > LARGEST_CLUSTER
 
 
 def _up(value: int, step: int) -> int:
@@ -89,28 +102,35 @@ def _line(k: int) -> int:
 
 
 @functools.lru_cache(maxsize=1024)
-def plan(sizes: tuple[int, ...], m: int, config: Config, group: int, counted: bool) -> Plan | None:
-    """Lay out a network of these widths at ``m`` rows for groups of ``group`` blocks; None where it does not fit."""
-    layers, last = len(sizes) - 1, len(sizes) - 2
+def plan(sizes: tuple[int, ...], m: int, config: Config, group: int, rows: int | None = None) -> Plan | None:
+    """Lay out a network of these widths at ``m`` rows for groups of ``group`` blocks; None where it does not fit.
+
+    ``rows`` of a group are those of the configuration where they are left out.
+    """
+    layers, last, rows = len(sizes) - 1, len(sizes) - 2, rows or config.rows
     if layers > LAYERS or min(*sizes, m) < 1 or max(sizes[:-1]) > LONGEST or m >= 2**31 - config.rows:
         return None
-    if not counted and group > LARGEST_CLUSTER:
+    if rows > config.rows or (config.mode == "SENT" and group > LARGEST_CLUSTER):
         return None
-    groups = -(-m // config.rows)
+    groups, held = -(-m // rows), min(m, rows)
     slices = tuple(_up(-(-n // group) if i < last else n, 8) for i, n in enumerate(sizes[1:]))
-    share = -(-min(m, config.rows) // group)
+    leading = tuple(_up(n, 4) if i < last else n for i, n in enumerate(sizes[1:]))
 
     at = 4 * config.rows
     if config.ks > 1:
         at += 4 * config.rows * (8 * config.nt + 8)
-    scales_at = []
+    scales_at, sent_at = [], []
     for width in slices:
         scales_at.append(at)
         at += 8 * width
+    for width in leading:
+        at = _up(at, 128)
+        sent_at.append(at)
+        at += 4 * held * width if config.mode == "SENT" and len(sent_at) <= last else 0
     act_at = at = _up(at, 128)
-    act = share * _line(sizes[last])
-    if config.redundant:
-        act = max([act, *(min(m, config.rows) * _line(k) for k in sizes[:last])])
+    act = -(-held // group) * _line(sizes[last])
+    if config.mode != "SHARED":
+        act = max([act, *(held * _line(k) for k in sizes[:last])])
     at = _up(at + act, 128)
     # The last layer's weights lie first: the tile of 8 columns that they end in then reads others beyond them, unused.
     lines_at = [0] * layers
@@ -121,48 +141,43 @@ def plan(sizes: tuple[int, ...], m: int, config: Config, group: int, counted: bo
     if at > SHARED:
         return None
 
-    padded, leading = groups * config.rows, tuple(_up(n, 4) if i < last else n for i, n in enumerate(sizes[1:]))
+    padded = (groups - 1) * rows + config.rows  # warps read whole tiles
     scratch, outputs_at, inputs_at, input_scales_at = 0, [], [], []
     for i in range(last):
         outputs_at.append(scratch)
-        scratch = _up(scratch + 4 * padded * leading[i], 256)
+        scratch = _up(scratch + (0 if config.mode == "SENT" else 4 * m * leading[i]), 256)
         inputs_at.append(scratch)
-        scratch = _up(scratch + (0 if config.redundant else padded * _up(sizes[i], PIECE)), 256)
+        scratch = _up(scratch + (padded * _up(sizes[i], PIECE) if config.mode == "SHARED" else 0), 256)
         input_scales_at.append(scratch)
-        scratch = _up(scratch + (0 if config.redundant else 4 * padded), 256)
-    offsets = (tuple(outputs_at), tuple(inputs_at), tuple(input_scales_at))
-    return Plan(
-        *(config, group, groups, counted, slices, tuple(lines_at), tuple(scales_at), act_at, at, leading),
-        *offsets,
-        scratch,
-    )
+        scratch = _up(scratch + (4 * m if config.mode == "SHARED" else 0), 256)
+    offsets = (tuple(each) for each in (lines_at, scales_at, sent_at))
+    between = (tuple(each) for each in (outputs_at, inputs_at, input_scales_at))
+    return Plan(config, group, rows, groups, slices, *offsets, act_at, at, leading, *between, scratch)
 
 
 def choose(sizes: tuple[int, ...], m: int, sms: int) -> Plan | None:
     """The plan for a network and a batch, or None where the chain of kernels is faster or nothing fits."""
-    for config, group, counted in _candidates(m, sms):
-        found = plan(sizes, m, config, group, counted)
+    for candidate in _candidates(m, sms):
+        found = plan(sizes, m, *candidate)
         if found:
             return found
     return None
 
 
 def _candidates(m: int, sms: int):
-    """Configurations that may suit ``m`` rows, the best first."""
-    if m <= 16:
-        yield FEW, 8, False
-        yield WIDE, 16, False
+    """Configurations that may suit ``m`` rows, with the blocks and rows of a group, the best first."""
+    if m <= 64:
+        rows = 1 if m == 1 else 4 if m <= 16 else 8
+        yield SENT_NARROW, 8, rows
+        yield SENT_WIDE, 16, rows
         if m <= 4:
-            yield FEW, sms // 4 * 4, True
-    elif m <= 64:
-        yield FEW, 8, False
-        yield SHARED_16, 16, False
-        yield SHARED_64, sms // 4 * 4, True
+            yield READ_NARROW, sms // 4 * 4, m
+        yield SHARED_64, sms // 4 * 4, 64
     elif m <= 1024:
-        yield SHARED_32, 4, False
-        yield SHARED_128, 16, False
+        yield SHARED_32, 4, 32
+        yield SHARED_128, 16, 128
     else:
-        yield SHARED_160, 2, False
+        yield SHARED_160, 2, 160
 
 
 def launch_mlp(x: torch.Tensor, layers: list[tuple], found: Plan | None = None) -> torch.Tensor | None:
@@ -206,12 +221,12 @@ def launch_mlp(x: torch.Tensor, layers: list[tuple], found: Plan | None = None) 
                 found.lines_at[i],
                 found.scales_at[i],
                 k % 16 == 0 and w.data_ptr() % 16 == 0,
+                found.sent_at[i],
             )
         )
     aligned = sizes[0] % 4 == 0 and x.data_ptr() % (4 * x.element_size()) == 0
-    network = _NETWORK.pack(
-        x.data_ptr(), counters, x.shape[0], len(layers), found.group, _ELEMENTS[x.dtype], aligned, found.act_at
-    )
+    shape = (x.shape[0], len(layers), found.group, found.rows)
+    network = _NETWORK.pack(x.data_ptr(), counters, *shape, _ELEMENTS[x.dtype], aligned, found.act_at)
     launch = prepare(
         *(x.device.index, SOURCE, found.config.instance, _FORMATS),
         *(found.group * found.groups, found.config.threads, found.shared),

@@ -151,12 +151,17 @@ def test_refuses_what_does_not_fit(device, network, normal):
 
 # --- one launch -----------------------------------------------------------------------------------------------------
 
-SHARING = [(1, False), (2, False), (4, False), (8, False), (16, False), (24, True), (128, True)]
+GROUPS = (1, 2, 4, 8, 16, 24, 128)
 
 
 def plans(sizes, m):
-    """Every plan that fits: all configurations, shared out by small and large groups."""
-    found = (sm90.plan(sizes, m, config, *sharing) for config in sm90.CONFIGS for sharing in SHARING)
+    """Every plan that fits: all configurations, shared out by small and large groups, few and many rows in each."""
+    found = (
+        sm90.plan(sizes, m, config, group, rows)
+        for config in sm90.CONFIGS
+        for group in GROUPS
+        for rows in (None, min(5, m))
+    )
     return [p for p in found if p and p.groups <= 8 and p.group * p.groups <= 132]
 
 
@@ -182,7 +187,7 @@ def test_every_plan_has_the_chain_s_bits(hopper, sizes, m, normal, network, asse
             try:
                 assert_same_bits(y, chain)
             except AssertionError as error:
-                raise AssertionError(f"{error}: {p.config}, {p.group} blocks a group") from None
+                raise AssertionError(f"{error}: {p.config}, groups of {p.group} blocks, {p.rows} rows") from None
 
 
 @pytest.mark.gpu
@@ -227,28 +232,27 @@ def test_replays_of_a_graph(hopper, sizes, normal, network, assert_same_bits):
 def test_plans_fit(sizes):
     count = 0
     for m in (1, 5, 64, 1000, 10_000):
-        for config in sm90.CONFIGS:
-            for group, counted in SHARING:
-                p = sm90.plan(sizes, m, config, group, counted)
-                if p is None:
-                    continue
-                count += 1
-                assert p.shared <= sm90.SHARED
-                assert p.groups * config.rows >= m > (p.groups - 1) * config.rows
-                offsets = [*p.scales_at, p.act_at, p.lines_at[-1], *p.lines_at[:-1]]
-                assert offsets == sorted(offsets)
-                assert p.act_at % 128 == 0
-                assert all(at % 64 == 0 for at in p.lines_at)
-                assert all(at % 256 == 0 for at in (*p.outputs_at, *p.inputs_at))
-                for width, n in zip(p.slices[:-1], sizes[1:], strict=False):
-                    assert width % 8 == 0
-                    assert width * group >= n
+        for config, group in itertools.product(sm90.CONFIGS, GROUPS):
+            p = sm90.plan(sizes, m, config, group)
+            if p is None:
+                continue
+            count += 1
+            assert p.shared <= sm90.SHARED
+            assert p.groups * p.rows >= m > (p.groups - 1) * p.rows
+            offsets = [*p.scales_at, *p.sent_at, p.act_at, p.lines_at[-1], *p.lines_at[:-1]]
+            assert offsets == sorted(offsets)
+            assert p.act_at % 128 == 0
+            assert all(at % 64 == 0 for at in (*p.lines_at, *p.sent_at))
+            assert all(at % 256 == 0 for at in (*p.outputs_at, *p.inputs_at))
+            for width, n in zip(p.slices[:-1], sizes[1:], strict=False):
+                assert width % 8 == 0
+                assert width * group >= n
     assert count
 
 
 def test_what_is_too_large_has_no_plan():
     assert not any(
-        sm90.plan(sizes, m, config, 8, False)
+        sm90.plan(sizes, m, config, 8)
         for config in sm90.CONFIGS
         for sizes, m in (((784, 10), 0), ((0, 10), 1), ((784, 5000, 10), 1), ((9,) * 6, 1), ((784, 4096, 4096, 10), 1))
     )
