@@ -1,4 +1,4 @@
-"""What the CSR and the COO face share: the choice between the two kernels of ``cuda/common/spmm.cuh``."""
+"""What the CSR and the COO face share: checks, the product on a CPU, and the choice of a tier on a GPU."""
 
 from __future__ import annotations
 
@@ -7,42 +7,89 @@ import warnings
 
 import torch
 
-from qsparse.kernels._face import C_FLOATS, rows
+from qsparse.kernels import _spmm_sm80
+from qsparse.kernels._face import C_FLOATS, check_same_device, check_tensor, rows
 from qsparse.kernels._load import launch
 
-TILE, WARPS, BLOCK = 32, 8, 256
-SMALL_M = 8  # up to here a warp an output beats transposing x
+SIMT_SOURCE = "spmm_csr.cu"
+_TILE, _WARPS, _BLOCK = 32, 8, 256
+_SIMT_SMALL_M = 8  # up to here a warp an output beats transposing x
 _INT32 = 2**31 - 1
+_UINT16 = 2**16
 
 
-def instances(op: str) -> tuple[str, ...]:
-    return tuple(f"{op}_{part}<{c_type}>" for part in ("small", "large", "transpose") for c_type in C_FLOATS.values())
+def simt_instances() -> tuple[str, ...]:
+    """The kernels of ``spmm_csr.cu``."""
+    parts = ("rows", "squares", "transpose")
+    return tuple(f"spmm_csr_{part}<{c_type}>" for part in parts for c_type in C_FLOATS.values())
 
 
-def spmm(op: str, x, entries, formats: str, bias, n: int, relu: bool):
-    """Launch ``op`` (``spmm_csr`` or ``spmm_coo``); ``entries`` are its arguments that describe W."""
+def product(x, values, cols, row_offsets, bias, n: int, relu: bool, columns: bool = False, plan=None):
+    """``act(x @ W.T + bias)`` on a GPU, of CSR arrays that are checked, in the best tier of the device."""
+    bias = None if bias is None else rows(bias)
+    if torch.cuda.get_device_capability(x.device) >= (8, 0):
+        return _spmm_sm80.spmm(x, values, cols, row_offsets, bias, n, relu, columns, plan)
+    y = _simt(x, values, cols.int(), row_offsets, bias, n, relu)
+    return rows(y.t()).t() if columns else y
+
+
+def sort_entries(values, rows, cols, k: int, by_columns: bool):
+    """COO entries by row, and within a row by column or as they came; duplicates stay in their order."""
+    key = rows.long() * k + cols if by_columns else rows
+    order = torch.sort(key, stable=True).indices
+    return values[order], rows[order], cols[order]
+
+
+def _simt(x, values, cols, row_offsets, bias, n: int, relu: bool):
     m, k = x.shape
     x = rows(x)
-    bias = None if bias is None else rows(bias)  # a copy must live until the launch
-    bias_address = 0 if bias is None else bias.data_ptr()
     y = torch.empty((m, n), dtype=x.dtype, device=x.device)
+    entries = (values.data_ptr(), cols.data_ptr(), row_offsets.data_ptr(), 0 if bias is None else bias.data_ptr())
 
     def run(part: str, kinds: str, arguments: tuple, blocks: int) -> None:
-        launch(x.device, f"{op}.cu", f"{op}_{part}<{C_FLOATS[x.dtype]}>", kinds, arguments, grid=blocks, block=BLOCK)
+        instance = f"spmm_csr_{part}<{C_FLOATS[x.dtype]}>"
+        launch(x.device, SIMT_SOURCE, instance, kinds, arguments, grid=blocks, block=_BLOCK)
 
-    if m <= SMALL_M:
-        arguments = (x.data_ptr(), *entries, bias_address, y.data_ptr(), m, n, k, relu)
-        run("small", f"P{formats}PPqqqi", arguments, -(-m * n // WARPS))
+    if m <= _SIMT_SMALL_M:
+        run("rows", "PPPPPPqqqi", (x.data_ptr(), *entries, y.data_ptr(), m, n, k, relu), -(-m * n // _WARPS))
         return y
     xt = torch.empty((k, m), dtype=x.dtype, device=x.device)
-    run("transpose", "PPqq", (x.data_ptr(), xt.data_ptr(), m, k), -(-m // TILE) * -(-k // TILE))
-    arguments = (xt.data_ptr(), *entries, bias_address, y.data_ptr(), m, n, relu)
-    run("large", f"P{formats}PPqqi", arguments, -(-m // TILE) * -(-n // TILE))
+    run("transpose", "PPqq", (x.data_ptr(), xt.data_ptr(), m, k), -(-m // _TILE) * -(-k // _TILE))
+    arguments = (xt.data_ptr(), *entries, y.data_ptr(), m, n, relu)
+    run("squares", "PPPPPPqqi", arguments, -(-m // _TILE) * -(-n // _TILE))
     return y
+
+
+# --- checks ---------------------------------------------------------------------------------------------------------
+
+
+def check_csr(values, col_indices, row_offsets, dtypes: tuple[torch.dtype, ...], shape, check: bool) -> None:
+    """Check CSR arrays against each other and the shape of W; with ``check`` every index too."""
+    n, k = shape
+    check_tensor("values", values, dtypes, (None,))
+    check_tensor("col_indices", col_indices, tuple(_spmm_sm80.INDICES), (values.numel(),))
+    check_tensor("row_offsets", row_offsets, (torch.int32,), (n + 1,))
+    if col_indices.dtype == torch.uint16 and k > _UINT16:
+        raise ValueError(f"col_indices of uint16 reach {_UINT16} columns, but W has {k}")
+    check_same_device(values, col_indices=col_indices, row_offsets=row_offsets)
+    if check:
+        _check_offsets(row_offsets, values.numel())
+        check_indices("col_indices", col_indices, k)
+
+
+def _check_offsets(row_offsets, nnz: int) -> None:
+    if int(row_offsets[0]) != 0 or int(row_offsets[-1]) != nnz:
+        ends = int(row_offsets[0]), int(row_offsets[-1])
+        raise ValueError(f"row_offsets must go from 0 to nnz = {nnz}, got {ends[0]} to {ends[1]}")
+    falls = row_offsets[1:] < row_offsets[:-1]
+    if bool(falls.any()):
+        at = int(falls.nonzero()[0]) + 1
+        raise ValueError(f"row_offsets[{at}] is {int(row_offsets[at])}, below row_offsets[{at - 1}]")
 
 
 def check_indices(name: str, indices: torch.Tensor, size: int) -> None:
     """Raise ValueError naming the first index outside [0, size). On a GPU this waits for the device."""
+    indices = indices.int() if indices.dtype == torch.uint16 else indices
     outside = (indices < 0) | (indices >= size)
     if bool(outside.any()):
         at = int(outside.nonzero()[0])
@@ -60,6 +107,9 @@ def check_shape(w_shape, k: int) -> int:
     if n > _INT32 or k > _INT32:
         raise ValueError(f"shape {tuple(w_shape)} does not fit int32 indices")
     return n
+
+
+# --- on a CPU -------------------------------------------------------------------------------------------------------
 
 
 @functools.cache

@@ -7,8 +7,10 @@ import torch
 from qsparse.kernels import _spmm
 from qsparse.kernels._face import C_FLOATS, check_same_device, check_tensor, face
 from qsparse.kernels._face import rows as row_major
+from qsparse.kernels._load import launch
 
-SOURCES = {"spmm_coo.cu": _spmm.instances("spmm_coo")}
+SOURCES = {"spmm_coo.cu": ("spmm_coo_offsets",)}
+_BLOCK = 256
 
 
 @face(SOURCES)
@@ -29,8 +31,8 @@ def spmm_coo(x, values, rows, cols, bias=None, *, shape, relu: bool = False, che
         Look at every index first (on a GPU this waits for the device). Pass False only for arrays checked before:
         a bad index then reads out of bounds.
     ordered : bool
-        The caller promises ascending ``rows``, which saves sorting them here; without it unsorted ``rows`` are right
-        but slower.
+        The caller promises ascending ``rows``, which saves sorting them here. On a GPU a row's ``cols`` should ascend
+        too: otherwise it is right, but slow.
 
     Returns
     -------
@@ -55,13 +57,20 @@ def spmm_coo(x, values, rows, cols, bias=None, *, shape, relu: bool = False, che
         _spmm.check_indices("rows", rows, n)
         _spmm.check_indices("cols", cols, shape[1])
     if not ordered:
-        rows, order = torch.sort(rows, stable=True)
-        values, cols = values[order], cols[order]
+        values, rows, cols = _spmm.sort_entries(values, rows, cols, shape[1], x.device.type == "cuda")
     values, rows, cols = row_major(values), row_major(rows), row_major(cols)
     if x.device.type == "cpu":
         return _spmm.cpu(x, torch.sparse_coo, (rows, cols), values, shape, bias, relu)
-    entries = (values.data_ptr(), cols.data_ptr(), rows.data_ptr(), nnz)
-    return _spmm.spmm("spmm_coo", x, entries, "PPPq", bias, n, relu)
+    return _spmm.product(x, values, cols, row_offsets(rows, n), bias, n, relu)
+
+
+def row_offsets(rows, n: int):
+    """The (N + 1,) int32 offsets of ``rows`` (nnz,) int32, ascending, on a GPU."""
+    offsets = torch.empty(n + 1, dtype=torch.int32, device=rows.device)
+    nnz = rows.numel()
+    arguments = (rows.data_ptr(), offsets.data_ptr(), nnz, n)
+    launch(rows.device, "spmm_coo.cu", "spmm_coo_offsets", "PPqq", arguments, grid=nnz // _BLOCK + 1, block=_BLOCK)
+    return offsets
 
 
 @torch.library.custom_op("qsparse::spmm_coo", mutates_args=())

@@ -4,22 +4,35 @@ from __future__ import annotations
 
 import torch
 
-from qsparse.kernels import _spmm
+from qsparse.kernels import _spmm, _spmm_sm80
 from qsparse.kernels._face import C_FLOATS, check_same_device, check_tensor, face, rows
 
-SOURCES = {"spmm_csr.cu": _spmm.instances("spmm_csr")}
+SOURCES = {_spmm.SIMT_SOURCE: _spmm.simt_instances(), **_spmm_sm80.instances()}
 
 
 @face(SOURCES)
-def spmm_csr(x, values, col_indices, row_offsets, bias=None, *, shape, relu: bool = False, check: bool = True):
+def spmm_csr(
+    x,
+    values,
+    col_indices,
+    row_offsets,
+    bias=None,
+    *,
+    shape,
+    relu: bool = False,
+    check: bool = True,
+    columns: bool = False,
+    plan=None,
+):
     """``y = act(x @ W.T + bias)`` with ``W (N, K)`` in CSR.
 
     Parameters
     ----------
-    x : (M, K) float32, float16 or bfloat16, any strides
+    x : (M, K) float32, float16 or bfloat16, any strides; rows or columns that are contiguous are not copied
     values : (nnz,), dtype of ``x``
         Stored entries of W, row after row. Duplicates within a row are summed.
-    col_indices : (nnz,) int32, the column of each entry, in any order within a row
+    col_indices : (nnz,) int32, or uint16 for K up to 65,536
+        The column of each entry, in any order within a row; rows that do not ascend are slow.
     row_offsets : (N + 1,) int32
         Row ``n`` holds the entries ``row_offsets[n]`` up to, not including, ``row_offsets[n + 1]``.
     bias : (N,), dtype of ``x``, optional
@@ -29,36 +42,54 @@ def spmm_csr(x, values, col_indices, row_offsets, bias=None, *, shape, relu: boo
     check : bool
         Look at every index first (on a GPU this waits for the device). Pass False only for arrays checked before:
         a bad index then reads out of bounds.
+    columns : bool
+        Return y column-major. With ``x = X.t()``, the result's ``.t()`` is ``W @ X``, row-major, and nothing is copied.
+    plan : what ``spmm_csr.plan(col_indices, row_offsets, shape=(N, K))`` returned for these very arrays, optional
+        Saves looking at the pattern at each call (batches of more than 16 rows, on a GPU). Values may change.
 
     Returns
     -------
-    (M, N), dtype of ``x``, row-major; sums are held in float32.
+    (M, N), dtype of ``x``, row-major unless ``columns``; sums are held in float32, in the same order every run.
 
     An entry that is not stored contributes nothing, whatever ``x`` holds there, NaN and Inf included. Raises
-    TypeError for a wrong dtype; ValueError for shapes that do not fit, and with ``check`` for a column outside
-    [0, K) or offsets that do not rise from 0 to nnz, naming the entry.
+    TypeError for a wrong dtype; ValueError for shapes that do not fit, for a plan of other arrays, and with ``check``
+    for a column outside [0, K) or offsets that do not rise from 0 to nnz, naming the entry.
 
-    Source: the compressed-row product, one warp a row, of N. Bell, M. Garland, "Implementing sparse matrix-vector
-    multiplication on throughput-oriented processors" (SC 2009).
+    Source: a row's sums in registers over tiles of x, after T. Gale, M. Zaharia, C. Young, E. Elsen, "Sparse GPU
+    kernels for deep learning" (SC 2020); a warp a row for small batches, after N. Bell, M. Garland, "Implementing
+    sparse matrix-vector multiplication on throughput-oriented processors" (SC 2009).
     """
-    if torch.compiler.is_compiling():
-        return _operator(x, values, col_indices, row_offsets, bias, list(shape), relu, check)
+    if torch.compiler.is_compiling():  # a plan is no tensor: the operator goes without
+        return _operator(x, values, col_indices, row_offsets, bias, list(shape), relu, check, columns)
     check_tensor("x", x, tuple(C_FLOATS), (None, None))
     n = _spmm.check_shape(shape, x.shape[1])
-    check_tensor("values", values, (x.dtype,), (None,))
-    check_tensor("col_indices", col_indices, (torch.int32,), (values.numel(),))
-    check_tensor("row_offsets", row_offsets, (torch.int32,), (n + 1,))
+    _spmm.check_csr(values, col_indices, row_offsets, (x.dtype,), (n, x.shape[1]), check)
     if bias is not None:
         check_tensor("bias", bias, (x.dtype,), (n,))
-    check_same_device(x, values=values, col_indices=col_indices, row_offsets=row_offsets, bias=bias)
-    if check:
-        _check_offsets(row_offsets, values.numel())
-        _spmm.check_indices("col_indices", col_indices, shape[1])
+    check_same_device(x, values=values, bias=bias)
     values, col_indices, row_offsets = rows(values), rows(col_indices), rows(row_offsets)
+    if plan is not None and not plan.fits(col_indices, row_offsets, shape):
+        raise ValueError("plan was made for other col_indices, row_offsets or another shape")
     if x.device.type == "cpu":
-        return _spmm.cpu(x, torch.sparse_csr, (row_offsets, col_indices), values, shape, bias, relu)
-    entries = (values.data_ptr(), col_indices.data_ptr(), row_offsets.data_ptr())
-    return _spmm.spmm("spmm_csr", x, entries, "PPP", bias, n, relu)
+        y = _spmm.cpu(x, torch.sparse_csr, (row_offsets, col_indices.int()), values, shape, bias, relu)
+        return rows(y.t()).t() if columns else y
+    return _spmm.product(x, values, col_indices, row_offsets, bias, n, relu, columns, plan)
+
+
+def plan(col_indices, row_offsets, *, shape):
+    """What ``spmm_csr`` finds out about a pattern, kept for later calls; None where it is of no use (on a CPU).
+
+    Takes tensors as ``spmm_csr`` does, and waits for the GPU. Raises ValueError for a bad index.
+    """
+    n, k = (int(size) for size in shape)
+    pattern = torch.empty(col_indices.shape, dtype=torch.float32, device=col_indices.device)
+    _spmm.check_csr(pattern, col_indices, row_offsets, (torch.float32,), (n, k), True)
+    if col_indices.device.type == "cpu" or torch.cuda.get_device_capability(col_indices.device) < (8, 0):
+        return None
+    return _spmm_sm80.Plan(rows(col_indices), rows(row_offsets), (n, k))
+
+
+spmm_csr.plan = plan
 
 
 @torch.library.custom_op("qsparse::spmm_csr", mutates_args=())
@@ -71,21 +102,14 @@ def _operator(
     shape: list[int],
     relu: bool,
     check: bool,
+    columns: bool,
 ) -> torch.Tensor:
     """What ``torch.compile`` sees in place of the face, which it could not trace into."""
-    return spmm_csr(x, values, col_indices, row_offsets, bias, shape=shape, relu=relu, check=check)
+    options = {"shape": shape, "relu": relu, "check": check, "columns": columns}
+    return spmm_csr(x, values, col_indices, row_offsets, bias, **options)
 
 
 @_operator.register_fake
-def _(x, values, col_indices, row_offsets, bias, shape, relu, check):
-    return x.new_empty((x.shape[0], shape[0]))
-
-
-def _check_offsets(row_offsets, nnz: int) -> None:
-    if int(row_offsets[0]) != 0 or int(row_offsets[-1]) != nnz:
-        ends = int(row_offsets[0]), int(row_offsets[-1])
-        raise ValueError(f"row_offsets must go from 0 to nnz = {nnz}, got {ends[0]} to {ends[1]}")
-    falls = row_offsets[1:] < row_offsets[:-1]
-    if bool(falls.any()):
-        at = int(falls.nonzero()[0]) + 1
-        raise ValueError(f"row_offsets[{at}] is {int(row_offsets[at])}, below row_offsets[{at - 1}]")
+def _(x, values, col_indices, row_offsets, bias, shape, relu, check, columns):
+    m, n = x.shape[0], shape[0]
+    return x.new_empty((n, m)).t() if columns else x.new_empty((m, n))

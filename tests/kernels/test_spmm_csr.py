@@ -12,7 +12,7 @@ from qsparse.oracles.spmm_csr import spmm_csr as oracle
 
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
 NAN, INF = float("nan"), float("inf")
-BATCHES = [0, 1, 8, 9, 32, 33, 100]  # up to 8 rows a warp owns one output; beyond, tiles of 32 x 32
+BATCHES = [0, 1, 4, 8, 16, 17, 100]  # on a GPU the small kernel up to 16 rows, beyond it the tiles
 
 
 def to_csr(w: torch.Tensor, device) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -134,6 +134,74 @@ def test_case_12_views(device, dtype, normal, sparse, to_numpy, assert_close):
             assert_close(kernels.spmm_csr(x, *stretched, bias, shape=w.shape), reference)
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("m", [5, 40, 200, 300])
+@pytest.mark.parametrize("index", [torch.int32, torch.uint16], ids=str)
+@pytest.mark.parametrize("size", [(300, 1000), (1000, 203), (257, 64)], ids=str)
+def test_tiles_plans_and_indices(device, dtype, m, index, size, normal, sparse, to_numpy, assert_close):
+    """Several slabs, blocks of rows and of the batch; with a plan and without."""
+    w = sparse(*size, 0.1, dtype)
+    values, col_indices, row_offsets = to_csr(w, device)
+    col_indices = col_indices.to(index)
+    x, bias = normal(m, size[1], dtype=dtype, device=device), normal(size[0], dtype=dtype, device=device)
+    plan = kernels.spmm_csr.plan(col_indices, row_offsets, shape=size)
+    reference = (to_numpy(x) @ to_numpy(w).T + to_numpy(bias)).clip(min=0)
+    for known in (None, plan):
+        y = kernels.spmm_csr(x, values, col_indices, row_offsets, bias, shape=size, relu=True, plan=known)
+        assert_close(y, reference)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("m", [1, 7, 40, 256, 301])
+def test_w_times_x_column_major(device, dtype, m, normal, sparse, to_numpy, assert_close):
+    w, x = sparse(70, 150, 0.2, dtype), normal(150, m, dtype=dtype, device=device)
+    bias = normal(70, dtype=dtype, device=device)
+    y = kernels.spmm_csr(x.t(), *to_csr(w, device), bias, shape=w.shape, columns=True).t()
+    assert y.shape == (70, m)
+    assert y.is_contiguous()
+    assert_close(y, to_numpy(w) @ to_numpy(x) + to_numpy(bias)[:, None])
+
+
+@pytest.mark.parametrize("m", [3, 40, 300])
+@pytest.mark.parametrize("ascending", [True, False])
+def test_long_rows_among_short_ones(device, m, ascending, normal, to_numpy, assert_close):
+    """Rows long enough to be split, one of them in any order, the others nearly empty."""
+    k, lengths = 5000, [3, 5000, 0, 1, 4999, 2, 2600] + [1] * 100
+    generator = torch.Generator().manual_seed(5)
+    rows = [torch.randperm(k, generator=generator)[:length] for length in lengths]
+    col_indices = torch.cat([row.sort().values if ascending or len(row) < 5000 else row for row in rows])
+    row_offsets = torch.tensor([0, *lengths]).cumsum(0).int().to(device)
+    values, x = normal(len(col_indices)), normal(m, k, device=device)
+    csr = values.to(device), col_indices.int().to(device), row_offsets
+    w = scipy.sparse.csr_array((to_numpy(values), col_indices.numpy(), to_numpy(row_offsets)), shape=(len(rows), k))
+    bias = normal(len(rows), device=device)
+    y = kernels.spmm_csr(x, *csr, bias, shape=w.shape)
+    assert_close(y, (w @ to_numpy(x).T).T + to_numpy(bias))
+    plan = kernels.spmm_csr.plan(*csr[1:], shape=w.shape)
+    assert torch.equal(kernels.spmm_csr(x, *csr, bias, shape=w.shape, plan=plan), y)
+
+
+def test_a_plan_of_other_arrays_is_refused(device, normal, sparse):
+    csr = to_csr(sparse(20, 30, 0.3), device)
+    if (plan := kernels.spmm_csr.plan(*csr[1:], shape=(20, 30))) is None:
+        pytest.skip("a CPU needs no plan")
+    with pytest.raises(ValueError, match=r"^plan was made for other"):
+        kernels.spmm_csr(normal(4, 30, device=device), csr[0], csr[1].clone(), csr[2], shape=(20, 30), plan=plan)
+
+
+def test_uint16_reaches_65536_columns(device, normal):
+    row_offsets = torch.tensor([0, 1], dtype=torch.int32, device=device)
+    col_indices = torch.tensor([65535], dtype=torch.int32, device=device).to(torch.uint16)
+    for m in (2, 20):
+        x = normal(m, 65537, device=device)
+        y = kernels.spmm_csr(
+            x[:, :65536], normal(1, device=device).fill_(2), col_indices, row_offsets, shape=(1, 65536)
+        )
+        assert torch.equal(y[:, 0], 2 * x[:, 65535])
+        with pytest.raises(ValueError, match=r"^col_indices of uint16 reach 65536 columns, but W has 65537"):
+            kernels.spmm_csr(x, x[0, :1], col_indices, row_offsets, shape=(1, 65537))
+
+
 def test_same_bits_every_run(device, normal, sparse):
     csr = to_csr(sparse(60, 500, 0.5), device)
     for m in (5, 50):
@@ -195,7 +263,7 @@ def test_refuses_what_does_not_fit(device, normal, sparse):
         kernels.spmm_csr(x.double(), values, col_indices, row_offsets, shape=w.shape)
     with pytest.raises(TypeError, match=r"^values must be float32, got float16"):
         kernels.spmm_csr(x, values.half(), col_indices, row_offsets, shape=w.shape)
-    with pytest.raises(TypeError, match=r"^col_indices must be int32, got int64"):
+    with pytest.raises(TypeError, match=r"^col_indices must be int32, uint16, got int64"):
         kernels.spmm_csr(x, values, col_indices.long(), row_offsets, shape=w.shape)
     with pytest.raises(TypeError, match=r"^row_offsets must be int32, got int64"):
         kernels.spmm_csr(x, values, col_indices, row_offsets.long(), shape=w.shape)

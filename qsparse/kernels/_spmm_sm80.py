@@ -1,0 +1,246 @@
+"""The host side of ``spmm_csr_sm80.cu`` and ``spmm_csr_small_sm80.cu``: plans, tiles, launches.
+
+The face of the operation is :mod:`qsparse.kernels.spmm_csr`; it hands over arrays that are checked and contiguous.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+import struct
+from dataclasses import dataclass
+
+import torch
+
+from qsparse.kernels._face import C_FLOATS, matrix
+from qsparse.kernels._load import launch, multiprocessors
+
+TILES_SOURCE, SMALL_SOURCE = "spmm_csr_sm80.cu", "spmm_csr_small_sm80.cu"
+INDICES = {torch.int32: "int", torch.uint16: "unsigned short"}
+SMALL_M = 16  # up to here what takes time is reading W's entries
+_BATCHES = (1, 4, 8)  # rows of x that a block of the small kernel may hold
+_CONSUMERS, _WARPS, _GROUP, _PLAN_BLOCK, _SMALL_BLOCK = 12, 16, 4, 1024, 512
+_STATIC_SHARED = 4096  # bytes that the kernels declare themselves, at most
+_MOST_STAGES = 4
+_LONGEST_PART = 512  # a row of up to so many entries, or four times the mean, stays in one piece
+_MOST_SMALL_ROWS = 1024
+
+# What the kernels take by value: see the structs of the same names.
+_MATRIX, _WEIGHTS, _OUTPUT = struct.Struct("@Pqqqq?7x"), struct.Struct("@PPPPPqqqiii4x"), struct.Struct("@PPPqqqi4x")
+
+
+@dataclass(frozen=True)
+class Tile:
+    """``v`` batch rows a lane, up to ``r`` rows of W a warp, slabs of ``width`` columns in a ring of ``stages``."""
+
+    v: int
+    r: int
+    width: int
+    stages: int
+
+    @property
+    def batch(self) -> int:
+        """Batch rows of a block."""
+        return 32 * self.v
+
+    def shared(self, itemsize: int) -> int:
+        """Dynamic shared memory of a block, in bytes."""
+        return self.stages * self.width * self.batch * itemsize
+
+    def most_rows(self, itemsize: int) -> int:
+        """Rows of W of a block: as many as the consumers hold, and their outputs fit the slabs' memory."""
+        return min(_CONSUMERS * self.r, self.shared(itemsize) // (4 * (self.batch + 1)))
+
+
+def instances() -> dict[str, tuple[str, ...]]:
+    """All kernels of both sources, by source."""
+    pairs = [(value, index) for value in C_FLOATS.values() for index in INDICES.values()]
+    tiles = [f"spmm_csr_tiles<{value}, {index}, {v}, {r}>" for value, index in pairs for v, r in _SHAPES]
+    plans = ["spmm_csr_parts", *(f"spmm_csr_segments<{index}>" for index in INDICES.values())]
+    joins = [f"spmm_csr_join<{value}>" for value in C_FLOATS.values()]
+    small = [f"spmm_csr_small<{value}, {index}, {batch}>" for value, index in pairs for batch in _BATCHES]
+    return {TILES_SOURCE: (*plans, *joins, *tiles), SMALL_SOURCE: tuple(small)}
+
+
+_SHAPES = ((2, 16), (4, 16), (8, 7))  # (v, r)
+
+
+@functools.cache
+def _shared_budget(device: int) -> int:
+    return torch.cuda.get_device_properties(device).shared_memory_per_block_optin - _STATIC_SHARED
+
+
+@functools.cache
+def tiles(itemsize: int, budget: int) -> tuple[Tile, ...]:
+    """The tiles that fit ``budget`` bytes of shared memory: slabs as wide as leave two stages."""
+    found = []
+    for v, r in _SHAPES:
+        for width in (128, 64):
+            stages = min(_MOST_STAGES, budget // (width * 32 * v * itemsize))
+            if stages >= 2:
+                found.append(Tile(v, r, width, stages))
+                break
+    return tuple(found)
+
+
+@functools.lru_cache(maxsize=4096)
+def choose(m: int, n: int, k: int, nnz: int, itemsize: int, budget: int, processors: int) -> tuple[Tile, int]:
+    """The tile and the rows of W a block that take the fewest clocks, as far as this model knows.
+
+    A block reads a line of x an entry (128 bytes a clock) and the entry itself, about 1.3 clocks, unless issuing the
+    multiply-adds takes longer; and it writes each line once, after reading it from the L2 cache.
+    """
+    best = (math.inf, None, 0)
+    density = nnz / (n * k)
+    for tile in tiles(itemsize, budget):
+        line = tile.batch * itemsize / 128
+        issued = (13 + tile.v * (1 if itemsize == 4 else 2.5)) / 4
+        entry = max(line + 1.3, issued)
+        across = -(-m // tile.batch)
+        fewest = -(-n // tile.most_rows(itemsize))
+        for blocks in range(fewest, fewest + 4 * processors):
+            rows = -(-n // blocks)
+            waves = -(-across * -(-n // rows) // processors)
+            clocks = waves * (rows * density * k * entry + 2 * line * k + 3000)
+            if clocks < best[0]:
+                best = (clocks, tile, rows)
+    return best[1:]
+
+
+class Plan:
+    """Which entries of each row lie in which slab, for one pattern of W: made once, used by every product.
+
+    Values may change; the pattern may not. ``splits`` says whether a row is in parts (None: nobody looked).
+    """
+
+    def __init__(self, cols, row_offsets, shape, widths=None, look: bool = True):
+        n, self.k = shape
+        self.n, self.nnz, self.cols, self.row_offsets = n, cols.numel(), cols, row_offsets
+        self.limit = max(_LONGEST_PART, 4 * -(-self.nnz // max(n, 1)))
+        self.most_parts = n + self.nnz // self.limit
+        self.first = torch.empty(n + 1, dtype=torch.int32, device=cols.device)
+        self.parts = torch.empty((self.most_parts, 4), dtype=torch.int32, device=cols.device)
+        arguments = (row_offsets.data_ptr(), self.parts.data_ptr(), self.first.data_ptr(), n, self.limit)
+        launch(cols.device, TILES_SOURCE, "spmm_csr_parts", "PPPqi", arguments, grid=1, block=_PLAN_BLOCK)
+        self.splits = None
+        if self.most_parts == n:
+            self.splits = False
+        elif look:
+            self.splits = int(self.first[n]) != n
+        self._segments = {width: self._find(width) for width in widths or (64, 128)}
+
+    def _find(self, width: int) -> torch.Tensor:
+        slabs = -(-self.k // width)
+        found = torch.empty((slabs, self.most_parts, 2), dtype=torch.int32, device=self.cols.device)
+        arguments = (self.cols, self.row_offsets, self.first, self.parts, found)
+        launch(
+            self.cols.device,
+            TILES_SOURCE,
+            f"spmm_csr_segments<{INDICES[self.cols.dtype]}>",
+            "PPPPPqiiqi",
+            (*(a.data_ptr() for a in arguments), self.n, slabs, width, self.most_parts, self.nnz // _GROUP * _GROUP),
+            grid=-(-self.n // (_PLAN_BLOCK // 32)),
+            block=_PLAN_BLOCK,
+        )
+        return found
+
+    def segments(self, width: int) -> torch.Tensor:
+        """(slabs, virtual rows, 2) int32: where a virtual row's entries in a slab begin and end."""
+        return self._segments[width]
+
+    def fits(self, cols, row_offsets, shape) -> bool:
+        """Whether the plan was made for these very arrays."""
+        same = cols.data_ptr() == self.cols.data_ptr() and row_offsets.data_ptr() == self.row_offsets.data_ptr()
+        return same and cols.numel() == self.nnz and tuple(shape) == (self.n, self.k)
+
+
+def spmm(x, values, cols, row_offsets, bias, n: int, relu: bool, columns: bool, plan: Plan | None):
+    """``act(x @ W.T + bias)``, row-major, or column-major with ``columns``."""
+    m, k = x.shape
+    y = torch.empty((n, m) if columns else (m, n), dtype=x.dtype, device=x.device)
+    y = y.t() if columns else y
+    if not y.numel():
+        return y
+    if m <= SMALL_M or values.numel() < _GROUP or not k:
+        _small(x, values, cols, row_offsets, bias, y, relu)
+    else:
+        _tiles(x, values, cols, row_offsets, bias, y, relu, plan)
+    return y
+
+
+def _address(value) -> int:
+    return 0 if value is None else value.data_ptr()
+
+
+def _small(x, values, cols, row_offsets, bias, y, relu: bool) -> None:
+    (m, k), n = x.shape, y.shape[1]
+    batch = next((each for each in _BATCHES if each >= m), _BATCHES[-1])
+    across = -(-m // batch)
+    _, processors = multiprocessors(x.device.index)
+    rows = min(-(-n // max(1, processors // across)), _MOST_SMALL_ROWS)
+    line = batch * x.element_size()
+    width = min(-(-max(k, 1) // 8) * 8, (_shared_budget(x.device.index) - rows * batch * 4) // line // 8 * 8)
+    arguments = (x.data_ptr(), *x.stride(), values.data_ptr(), cols.data_ptr(), row_offsets.data_ptr(), _address(bias))
+    launch(
+        x.device,
+        SMALL_SOURCE,
+        f"spmm_csr_small<{C_FLOATS[x.dtype]}, {INDICES[cols.dtype]}, {batch}>",
+        "PqqPPPPPqqqqqiii",
+        (*arguments, y.data_ptr(), *y.stride(), m, n, k, rows, width, relu),
+        grid=-(-n // rows) * across,
+        block=_SMALL_BLOCK,
+        shared=width * line + rows * batch * 4,
+    )
+
+
+def _tiles(x, values, cols, row_offsets, bias, y, relu: bool, plan: Plan | None) -> None:
+    (m, k), n, nnz = x.shape, y.shape[1], values.numel()
+    device, itemsize = x.device, x.element_size()
+    _, processors = multiprocessors(device.index)
+    tile, rows = choose(m, n, k, nnz, itemsize, _shared_budget(device.index), processors)
+    run_tile(tile, rows, x, values, cols, row_offsets, bias, y, relu, plan)
+
+
+def run_tile(tile: Tile, rows: int, x, values, cols, row_offsets, bias, y, relu: bool, plan: Plan | None) -> None:
+    """The product by one tile, ``rows`` rows of W a block."""
+    (m, k), n, nnz = x.shape, y.shape[1], values.numel()
+    device, itemsize = x.device, x.element_size()
+    plan = plan or Plan(cols, row_offsets, (n, k), (tile.width,), look=False)
+    x, k_major, stride = matrix(x)
+    wide = x.data_ptr() % 16 == 0 and stride * itemsize % 16 == 0
+    values, cols = _aligned(values), _aligned(cols)
+    slots = 0 if plan.splits is False else 2 * (nnz // plan.limit)
+    partial = torch.empty((slots, m), dtype=torch.float32, device=device)
+    arrays = (cols, row_offsets, plan.segments(tile.width), plan.parts, plan.first)
+    slabs = -(-k // tile.width)
+    weights = _WEIGHTS.pack(*(a.data_ptr() for a in arrays), n, k, plan.most_parts, nnz, slabs, tile.width)
+    output = _OUTPUT.pack(y.data_ptr(), _address(bias), partial.data_ptr(), *y.stride(), m, relu)
+    steps = (stride, 1) if k_major else (1, stride)
+    blocks = -(-plan.most_parts // rows)
+    launch(
+        device,
+        TILES_SOURCE,
+        f"spmm_csr_tiles<{C_FLOATS[x.dtype]}, {INDICES[cols.dtype]}, {tile.v}, {tile.r}>",
+        f"{_MATRIX.size}sP{_WEIGHTS.size}s{_OUTPUT.size}siii",
+        (_MATRIX.pack(x.data_ptr(), *steps, m, k, wide), values.data_ptr(), weights, output, blocks, rows, tile.stages),
+        grid=blocks * -(-m // tile.batch),
+        block=32 * _WARPS,
+        shared=tile.shared(itemsize),
+    )
+    if slots:
+        arguments = (plan.first.data_ptr(), n, output)
+        instance = f"spmm_csr_join<{C_FLOATS[x.dtype]}>"
+        launch(
+            device,
+            TILES_SOURCE,
+            instance,
+            f"Pq{_OUTPUT.size}s",
+            arguments,
+            grid=min(n, _PLAN_BLOCK),
+            block=_PLAN_BLOCK,
+        )
+
+
+def _aligned(value: torch.Tensor) -> torch.Tensor:
+    """The array, or a copy of it, on a multiple of 16 bytes."""
+    return value if value.data_ptr() % 16 == 0 else value.clone()
