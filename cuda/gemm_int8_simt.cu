@@ -51,6 +51,7 @@ gemm_int8_simt(const unsigned char* __restrict__ x, long long ldx, const unsigne
                void* __restrict__ y, long long M, long long N, long long K, const Int8Epilogue epilogue) {
     __shared__ int xs[BK][BM + 1];
     __shared__ int ws[BK][BN + 1];
+    __shared__ ACC sums[BM * BN];
 
     const long long tiles_n = (N + BN - 1) / BN;
     const long long m0 = blockIdx.x / tiles_n * BM;
@@ -83,21 +84,21 @@ gemm_int8_simt(const unsigned char* __restrict__ x, long long ldx, const unsigne
         __syncthreads();
     }
 
+    // Through shared memory, so that one loop does all outputs of a thread, and neighbours are stored together.
+#pragma unroll
+    for (int i = 0; i < TM; ++i)
+#pragma unroll
+        for (int j = 0; j < TN; ++j) sums[(tm + i * (BM / TM)) * BN + tn + j * (BN / TN)] = acc[i][j];
+    __syncthreads();
     with_output(epilogue.out, [&](auto type) {
         using O = decltype(type);
         const Divider by = int8_divider<O>(epilogue.scale_y ? *epilogue.scale_y : 1.0f);
-#pragma unroll
-        for (int i = 0; i < TM; ++i) {
-            const long long m = m0 + tm + i * (BM / TM);
-            if (m >= M) continue;
-            const Int8Row row(epilogue, m);
-#pragma unroll
-            for (int j = 0; j < TN; ++j) {
-                const long long n = n0 + tn + j * (BN / TN);
-                if (n >= N) continue;
-                static_cast<O*>(y)[m * N + n] =
-                    int8_finish<O>(acc[i][j], row, Int8Column(epilogue, n), epilogue.relu, by);
-            }
+#pragma unroll 1
+        for (int i = threadIdx.x; i < BM * BN; i += THREADS) {
+            const long long m = m0 + i / BN, n = n0 + i % BN;
+            if (m >= M || n >= N) continue;
+            static_cast<O*>(y)[m * N + n] =
+                int8_finish<O>(sums[i], Int8Row(epilogue, m), Int8Column(epilogue, n), epilogue.relu, by);
         }
     });
 }

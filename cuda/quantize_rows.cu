@@ -4,8 +4,8 @@
 //   zero_point (M,) int, sums (M,) int (of q) or null.
 //
 // One pass: the threads of a row hold it in registers between finding its range and dividing, so x is read from memory
-// once and only q is written. A short row is one warp's, a longer one a block's; a row beyond the registers is read a
-// second time, mostly from cache.
+// once and only q is written. Short rows share a warp, so that they also share the instructions that a row costs once, a
+// longer one is a block's; a row beyond the registers is read a second time, mostly from cache.
 //
 //   symmetric     scale = absmax / 127, q in [-127, 127], zero point 0
 //   asymmetric    lo = min(0, x), hi = max(0, x): scale = hi / 255 - lo / 255, zero_point = rint(-lo / scale), q in
@@ -27,36 +27,55 @@ constexpr unsigned INFINITE = 0x7f800000u;  // the bits of +Inf; those of NaN ar
 template <typename T, int VEC> struct alignas(VEC * sizeof(T)) Pack { T at[VEC]; };
 
 // The largest positive and the largest negative value, as the bits of their magnitudes, which order like numbers: Inf
-// above all and NaN above Inf. So two integer maxima find the range and whether anything is not finite.
-struct Range {
-    int high = 0, low = 0;
+// above all and NaN above Inf. So two integers tell the range and whether anything is not finite.
+struct Range { int high, low; };
 
-    __device__ __forceinline__ void add(float v) {
-        high = max(high, __float_as_int(v));
-        low = max(low, __float_as_int(v) ^ 0x80000000);
+// Of float: as signed integers positive values order, as unsigned ones negative values by their magnitude.
+template <typename T, int VEC> struct Extremes {
+    int high = 0;
+    unsigned low = 0;
+
+    __device__ __forceinline__ void add(const Pack<T, VEC>& values) {
+#pragma unroll
+        for (int e = 0; e < VEC; ++e) {
+            high = max(high, __float_as_int(to_float(values.at[e])));
+            low = max(low, __float_as_uint(to_float(values.at[e])));
+        }
+    }
+    __device__ __forceinline__ Range range() const {
+        return {high, low > 0x80000000u ? static_cast<int>(low & 0x7fffffffu) : 0};
     }
 };
 
-__device__ __forceinline__ int warp_max(int v) {
-#if __CUDA_ARCH__ >= 800
-    return __reduce_max_sync(~0u, v);
-#else
-    for (int lane = WARP / 2; lane > 0; lane /= 2) v = max(v, __shfl_xor_sync(~0u, v, lane));
-    return v;
-#endif
-}
+// Of 16-bit types in pairs, by the maximum and minimum that let NaN through.
+template <typename T> struct Extremes<T, 8> {
+    typename Pair<T>::type high = pair_from<T>(0.0f, 0.0f), low = high;
 
-__device__ __forceinline__ int warp_sum(int v) {
-#if __CUDA_ARCH__ >= 800
-    return __reduce_add_sync(~0u, v);
-#else
-    for (int lane = WARP / 2; lane > 0; lane /= 2) v += __shfl_xor_sync(~0u, v, lane);
+    __device__ __forceinline__ void add(const Pack<T, 8>& values) {
+#pragma unroll
+        for (int e = 0; e < 8; e += 2) {
+            const auto two = *reinterpret_cast<const typename Pair<T>::type*>(&values.at[e]);
+            high = __hmax2_nan(high, two);
+            low = __hmin2_nan(low, two);
+        }
+    }
+    __device__ __forceinline__ Range range() const {
+        return {max(magnitude(high.x), magnitude(high.y)), max(magnitude(low.x), magnitude(low.y))};
+    }
+    __device__ __forceinline__ static int magnitude(T v) { return __float_as_int(to_float(v)) & 0x7fffffff; }
+};
+
+// The reductions over the THREADS that share a row, for each of them: a part of a warp, a warp, or the block.
+template <int THREADS, typename F> __device__ __forceinline__ int warp_reduce(int v, F combine) {
+#pragma unroll
+    for (int lane = (THREADS < WARP ? THREADS : WARP) / 2; lane > 0; lane /= 2)
+        v = combine(v, __shfl_xor_sync(~0u, v, lane));
     return v;
-#endif
 }
 
 template <int THREADS> __device__ __forceinline__ Range row_range(Range mine) {
-    Range all{warp_max(mine.high), warp_max(mine.low)};
+    const auto larger = [](int a, int b) { return max(a, b); };
+    Range all{warp_reduce<THREADS>(mine.high, larger), warp_reduce<THREADS>(mine.low, larger)};
     if constexpr (THREADS > WARP) {
         __shared__ Range warps[THREADS / WARP];
         if (threadIdx.x % WARP == 0) warps[threadIdx.x / WARP] = all;
@@ -71,7 +90,7 @@ template <int THREADS> __device__ __forceinline__ Range row_range(Range mine) {
 }
 
 template <int THREADS> __device__ __forceinline__ int row_sum(int sum) {
-    sum = warp_sum(sum);
+    sum = warp_reduce<THREADS>(sum, [](int a, int b) { return a + b; });
     if constexpr (THREADS > WARP) {
         __shared__ int warps[THREADS / WARP];
         if (threadIdx.x % WARP == 0) warps[threadIdx.x / WARP] = sum;
@@ -83,39 +102,70 @@ template <int THREADS> __device__ __forceinline__ int row_sum(int sum) {
     return sum;
 }
 
+template <bool VALUE> struct Constant { static constexpr bool value = VALUE; };
+
+// Divide, round, add the zero point, store; returns the sum of what was stored.
+template <bool CLIP, typename T, int VEC>
+__device__ __forceinline__ int store(const Pack<T, VEC>& values, unsigned char* to, const Divider& by, int zero,
+                                     int mode) {
+    unsigned bits[VEC];  // the integers in the low bytes
+#pragma unroll
+    for (int e = 0; e < VEC; ++e) {
+        const float v = to_float(values.at[e]);
+        bits[e] = CLIP ? by.nearest(v) + zero : __float_as_uint(by.nearest_unclipped(v));
+    }
+    if constexpr (VEC == 1) {
+        *to = bits[0];
+        return mode & ASYMMETRIC ? bits[0] & 255 : static_cast<signed char>(bits[0]);
+    } else {
+        Pack<unsigned, VEC / 4> words;
+        int sum = 0;
+#pragma unroll
+        for (int j = 0; j < VEC; j += 4) {
+            const unsigned low = __byte_perm(bits[j], bits[j + 1], 0x40);
+            const unsigned word = __byte_perm(low, __byte_perm(bits[j + 2], bits[j + 3], 0x40), 0x5410);
+            words.at[j / 4] = word;
+            sum = mode & ASYMMETRIC ? __dp4a(word, 0x01010101u, static_cast<unsigned>(sum))
+                                    : __dp4a(static_cast<int>(word), 0x01010101, sum);
+        }
+        *reinterpret_cast<Pack<unsigned, VEC / 4>*>(to) = words;
+        return sum;
+    }
+}
+
 template <typename T, int VEC, int THREADS, int ITEMS>
 __global__ void __launch_bounds__(THREADS < LEAST_BLOCK ? LEAST_BLOCK : THREADS)
 quantize_rows(const T* __restrict__ x, long long ld, const float* __restrict__ given, unsigned char* __restrict__ q,
               float* __restrict__ scale, int* __restrict__ zero_point, int* __restrict__ sums, long long M,
               long long K, int mode) {
     constexpr int ROWS = THREADS < LEAST_BLOCK ? LEAST_BLOCK / THREADS : 1;
-    constexpr long long SPAN = THREADS * ITEMS * VEC;
-    const int thread = threadIdx.x % THREADS;
-    const long long m = static_cast<long long>(blockIdx.x) * ROWS + threadIdx.x / THREADS;
-    if (ROWS > 1 && m >= M) return;  // whole warps
+    constexpr int STEP = THREADS * VEC, SPAN = STEP * ITEMS;
+    const int thread = threadIdx.x % THREADS, first = thread * VEC;
+    long long m = static_cast<long long>(blockIdx.x) * ROWS + threadIdx.x / THREADS;
+    if (ROWS > 1) m = min(m, M - 1);  // threads beyond the last row do it once more
     x += m * ld;
     q += m * K;
 
+    // Of the part of the row that starts at `base` a thread holds packs at first, first + STEP, ..., below `left`.
     Pack<T, VEC> row[ITEMS];
-    const auto load = [&](long long base) {
+    const auto load = [&](long long base, int left) {
 #pragma unroll
         for (int i = 0; i < ITEMS; ++i) {
-            const long long k = base + (i * THREADS + thread) * VEC;
             row[i] = {};  // zero is in every range
-            if (k < K) row[i] = *reinterpret_cast<const Pack<T, VEC>*>(x + k);
+            if (i * STEP < left) row[i] = *reinterpret_cast<const Pack<T, VEC>*>(x + base + first + i * STEP);
         }
     };
 
-    Range range;
+    Extremes<T, VEC> extremes;
+#pragma unroll 1
     for (long long base = 0; base < K; base += SPAN) {
-        load(base);
+        const int left = static_cast<int>(min(K - base, static_cast<long long>(SPAN)));
+        load(base, left - first);
 #pragma unroll
         for (int i = 0; i < ITEMS; ++i)
-            if (base + i * THREADS * VEC < K)
-#pragma unroll
-                for (int e = 0; e < VEC; ++e) range.add(to_float(row[i].at[e]));
+            if (i * STEP < left) extremes.add(row[i]);
     }
-    range = row_range<THREADS>(range);
+    Range range = row_range<THREADS>(extremes.range());
     if (mode & RELU && range.low <= INFINITE) range.low = 0;
 
     const bool finite = max(range.high, range.low) < INFINITE;
@@ -133,42 +183,21 @@ quantize_rows(const T* __restrict__ x, long long ld, const float* __restrict__ g
 
     const int least = mode & ASYMMETRIC ? -zero : mode & RELU ? 0 : -127;
     const int most = mode & ASYMMETRIC ? 255 - zero : 127;
-    const Divider by(s, least, most);
+    const Divider by(finite ? s : not_a_number(), least, most);  // by NaN: zeros
     int sum = 0;
-    if (finite && by.quick) {
-        for (long long base = 0; base < K; base += SPAN) {
-            if (K > SPAN) load(base);
-#pragma unroll
-            for (int i = 0; i < ITEMS; ++i) {
-                const long long k = base + (i * THREADS + thread) * VEC;
-                if (k >= K) continue;
-                int value[VEC];
-#pragma unroll
-                for (int e = 0; e < VEC; ++e) value[e] = by.nearest_quickly(to_float(row[i].at[e])) + zero;
-                if constexpr (VEC == 1) {
-                    q[k] = value[0];
-                    sum += mode & ASYMMETRIC ? value[0] & 255 : static_cast<signed char>(value[0]);
-                } else {
-                    Pack<unsigned, VEC / 4> words;
-#pragma unroll
-                    for (int j = 0; j < VEC / 4; ++j) {
-                        const int *v = value + 4 * j;
-                        words.at[j] = __byte_perm(__byte_perm(v[0], v[1], 0x40), __byte_perm(v[2], v[3], 0x40), 0x5410);
-                        sum = mode & ASYMMETRIC ? __dp4a(words.at[j], 0x01010101u, static_cast<unsigned>(sum))
-                                                : __dp4a(static_cast<int>(words.at[j]), 0x01010101, sum);
-                    }
-                    *reinterpret_cast<Pack<unsigned, VEC / 4>*>(q + k) = words;
-                }
-            }
-        }
-    } else {
+    const auto divide = [&](auto clip) {
 #pragma unroll 1
-        for (long long k = thread; k < K; k += THREADS) {
-            const int value = finite ? by.nearest(to_float(x[k])) + zero : 0;
-            q[k] = value;
-            sum += value;
+        for (long long base = 0; base < K; base += SPAN) {
+            const int left = static_cast<int>(min(K - base, static_cast<long long>(SPAN))) - first;
+            if (K > SPAN) load(base, left);
+#pragma unroll
+            for (int i = 0; i < ITEMS; ++i)
+                if (i * STEP < left)
+                    sum += store<decltype(clip)::value>(row[i], q + base + first + i * STEP, by, zero, mode);
         }
-    }
+    };
+    if (given || mode || !finite) divide(Constant<true>());
+    else divide(Constant<false>());  // of a row's own absmax nothing is beyond 127
     if (sums) {
         sum = row_sum<THREADS>(sum);
         if (thread == 0) sums[m] = sum;

@@ -1,36 +1,47 @@
 // Dividing many numbers by one and rounding to integers: exactly rint(x / s) of a true division, without the subroutine
 // that a division is.
 //
-// With r the correctly rounded reciprocal of s, x * r is less than 2 units in the last place from x / s. One correction
-// by the remainder brings it within 1; and then a second one gives x / s correctly rounded (P. Markstein, "Computation
-// of elementary functions on the IBM RISC System/6000 processor", 1990, theorem 8.1). Both want remainders free of
-// overflow and underflow, hence the bounds on s; where |x| is so small that its remainder underflows all the same, the
-// quotient is far below a half.
+// With r the correctly rounded reciprocal of s, q = x * r is less than 2 units in the last place from x / s, and one
+// correction by the remainder x - q * s brings it so near that it lies on the same side of every half-integer up to 256
+// as x / s rounded correctly, or on it: true of all 2^23 mantissas of s and all x within 3 units of a half-integer times
+// s, which were tried one by one. Elsewhere there is nothing to decide. (P. Markstein, "Computation of elementary
+// functions on the IBM RISC System/6000 processor", 1990, has the method.) Remainders must not overflow or underflow:
+// where s is very large or small, x and s are multiplied by a power of two first. Where |x| is so small that its
+// remainder underflows all the same, the quotient is far below a half.
 #pragma once
 
 struct Divider {
-    int low, high;
-    float s, r, least, most;
-    bool quick;
+    float factor, s, r, least, most;  // x / by = x * factor / s
 
-    // Quotients by `by` are clipped to [low, high], within -256..256.
-    __device__ __forceinline__ Divider(float by, int low, int high)
-        : low(low), high(high), s(by), r(__frcp_rn(by)), least(low * by), most(high * by),
-          quick(by >= 7.888609e-31f && by <= 1.2676506e30f) {}  // 2^-100 to 2^100
-
-    // clip(rint(x / s)), ties to even, of any x and s; 0 where the quotient is NaN.
-    __device__ __forceinline__ int nearest(float x) const {
-        if (quick && x == x) return nearest_quickly(x);
-        return min(max(__float2int_rn(__fdiv_rn(x, s)), low), high);
+    // Quotients by `by`, any number, are clipped to [low, high], within -256..256.
+    __device__ __forceinline__ Divider(float by, int low, int high) {
+        const float size = fabsf(by);
+        if (size == 0.0f || !(size < __uint_as_float(0x7f800000u))) {
+            factor = size == 0.0f ? __uint_as_float(0x7f800000u) : 0.0f;  // x / 0 is infinite, or NaN; x / Inf is 0
+            s = 1.0f;
+        } else {
+            factor = size < 7.888609e-31f ? 1.2676506e30f : size > 1.2676506e30f ? 7.888609e-31f : 1.0f;  // 2^±100
+            s = size * factor;
+        }
+        factor = copysignf(factor, by);
+        r = __frcp_rn(s);
+        least = low * s;  // low * s / s still rounds to low
+        most = high * s;
     }
 
-    // The same where `quick` holds, for any x but NaN.
-    __device__ __forceinline__ int nearest_quickly(float x) const {
-        x = fminf(fmaxf(x, least), most);  // low * s / s still rounds to low
-        float q = __fmul_rn(x, r);
-        q = fmaf(fmaf(-q, s, x), r, q);
-        q = fmaf(fmaf(-q, s, x), r, q);
-        // 1.5 * 2^23 + q is rounded to an integer, which then stands in the low bits.
-        return __float_as_int(__fadd_rn(q, 12582912.0f)) - 0x4b400000;
+    // clip(rint(x / by)), ties to even, of any x; 0 where the quotient is NaN.
+    __device__ __forceinline__ int nearest(float x) const {
+        x = __fmul_rn(x, factor);
+        x = x == x ? fminf(fmaxf(x, least), most) : 0.0f;
+        return __float_as_int(rounded(x)) - 0x4b400000;
+    }
+
+    // 1.5 * 2^23 + rint(x / by), where the quotient is within -256..256: the integer stands in the low bits.
+    __device__ __forceinline__ float nearest_unclipped(float x) const { return rounded(__fmul_rn(x, factor)); }
+
+  private:
+    __device__ __forceinline__ float rounded(float x) const {
+        const float q = __fmul_rn(x, r);
+        return __fadd_rn(fmaf(fmaf(-q, s, x), r, q), 12582912.0f);
     }
 };

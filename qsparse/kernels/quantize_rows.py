@@ -26,8 +26,8 @@ class Config:
     vector: bool = True
 
     def __post_init__(self):
-        if self.threads % 32 or not 32 <= self.threads <= 1024 or _LEAST_BLOCK % min(self.threads, _LEAST_BLOCK):
-            raise ValueError(f"a row is a warp's, or a block's of up to 1,024 threads: {self}")
+        if self.threads not in (2, 4, 8, 16, 32, *range(_LEAST_BLOCK, 1025, 32)):
+            raise ValueError(f"a row is part of a warp's, a warp's, or a block's of 128 to 1,024 threads: {self}")
 
     def instance(self, dtype: torch.dtype) -> str:
         """The C++ name of the kernel."""
@@ -40,10 +40,15 @@ class Config:
         return max(1, _LEAST_BLOCK // self.threads)
 
 
-CONFIGS = tuple(
-    Config(threads, items)
-    for threads, items in ((32, 2), (32, 4), (32, 8), (128, 4), (256, 4), (512, 4), (512, 8))
-)  # fmt: skip
+CONFIGS = (
+    Config(8, 4),
+    Config(16, 8),
+    Config(32, 8),
+    Config(128, 4),
+    Config(128, 8),
+    Config(256, 8),
+    Config(512, 8),
+)
 UNALIGNED = Config(128, 8, vector=False)
 SOURCES = {SOURCE: tuple(config.instance(dtype) for config in (*CONFIGS, UNALIGNED) for dtype in C_FLOATS)}
 
