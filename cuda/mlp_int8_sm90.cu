@@ -18,8 +18,8 @@
 //   READ      the same through L2, for groups larger than a cluster.
 //   SHARED    each quantizes its share of the rows, and the others read the result: many rows.
 //
-// A warp multiplies MW tiles of 16 rows by NT tiles of 8 columns, 64 bytes of K at a time; KS warps share out K and add
-// their integers in shared memory, in any order with the same sum. Which 16 bytes of the 64 a lane reads is free as long
+// A warp multiplies MW tiles of 16 rows by NT tiles of 8 columns, 64 bytes of K at a time; WM by WN warps lie side by
+// side, and KS of them share out K and add their integers in shared memory, in any order with the same sum. Which 16 bytes of the 64 a lane reads is free as long
 // as both operands agree: here they are contiguous, so one 16-byte load feeds two instructions.
 
 #include "common/divide.cuh"
@@ -70,6 +70,11 @@ __device__ __forceinline__ void copy_word_async(float* to, const float* from) {
 }
 __device__ __forceinline__ void copy_wait_all() { asm volatile("cp.async.wait_all;" ::: "memory"); }
 
+// Bring bytes, a multiple of 16 at a multiple of 16, into L2.
+__device__ __forceinline__ void bulk_prefetch(const void* from, int bytes) {
+    asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(from), "r"(bytes) : "memory");
+}
+
 // The two halves of a cluster's barrier, where the first one only says that the block's mbarriers exist.
 __device__ __forceinline__ void cluster_announce() { asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory"); }
 __device__ __forceinline__ void cluster_await() { asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory"); }
@@ -94,19 +99,72 @@ __device__ __forceinline__ void group_sync(unsigned* counter, int rank, int grou
 
 // --- quantizing ---------------------------------------------------------------------------------------------------
 
-// What is rare is not inlined: the code itself comes from memory, and less of it comes sooner.
+// Rows to quantize, `stride` bytes apart; `kind` and `aligned` as in Network.
+struct Source {
+    const char* x;
+    long long stride;
+    int K, kind;
+    bool aligned;
+    float fixed;  // their static scale, 0 for absmax / 127
+};
 
-__device__ __noinline__ float4 load4_slowly(const void* row, int k, int K, int kind) {
-    float v[4];
+// What is rare is not inlined: the code itself comes from memory, and less of it comes sooner.
+__device__ __noinline__ uint4 load4_slowly(const void* row, int k, int K, int kind) {
+    unsigned v[4];
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
-        v[i] = 0.0f;
+        v[i] = 0;
         if (k + i < K)
-            v[i] = kind == 0   ? static_cast<const float*>(row)[k + i]
-                   : kind == 1 ? to_float(static_cast<const __half*>(row)[k + i])
-                               : to_float(static_cast<const __nv_bfloat16*>(row)[k + i]);
+            v[i] = __float_as_uint(kind == 0   ? static_cast<const float*>(row)[k + i]
+                                   : kind == 1 ? to_float(static_cast<const __half*>(row)[k + i])
+                                               : to_float(static_cast<const __nv_bfloat16*>(row)[k + i]));
     }
     return {v[0], v[1], v[2], v[3]};
+}
+
+// Four elements of a row in each of WORDS words, TEAM words apart, as they lie in memory (slowly loaded ones as floats).
+template <int TEAM, int WORDS>
+__device__ __forceinline__ void load(uint4 (&raw)[WORDS], const Source& source, int r) {
+    const char* row = source.x + r * source.stride;
+    const int member = threadIdx.x % TEAM;
+    if (!source.aligned) {
+#pragma unroll
+        for (int i = 0; i < WORDS; ++i) raw[i] = load4_slowly(row, 4 * (member + i * TEAM), source.K, source.kind);
+    } else if (source.kind == 0) {
+#pragma unroll
+        for (int i = 0; i < WORDS; ++i) {
+            const int word = member + i * TEAM;
+            raw[i] = 4 * word < source.K ? reinterpret_cast<const uint4*>(row)[word] : uint4{0, 0, 0, 0};
+        }
+    } else {
+#pragma unroll
+        for (int i = 0; i < WORDS; ++i) {
+            const int word = member + i * TEAM;
+            const uint2 half = 4 * word < source.K ? reinterpret_cast<const uint2*>(row)[word] : uint2{0, 0};
+            raw[i].x = half.x;
+            raw[i].y = half.y;
+        }
+    }
+}
+
+template <int WORDS>
+__device__ __forceinline__ void convert(float4 (&v)[WORDS], const uint4 (&raw)[WORDS], const Source& source) {
+    if (source.kind == 1 && source.aligned) {
+#pragma unroll
+        for (int i = 0; i < WORDS; ++i) {
+            const float2 low = __half22float2(reinterpret_cast<const __half2&>(raw[i].x));
+            const float2 high = __half22float2(reinterpret_cast<const __half2&>(raw[i].y));
+            v[i] = {low.x, low.y, high.x, high.y};
+        }
+    } else if (source.kind == 2 && source.aligned) {  // bfloat16 is the upper half of a float
+#pragma unroll
+        for (int i = 0; i < WORDS; ++i)
+            v[i] = {__uint_as_float(raw[i].x << 16), __uint_as_float(raw[i].x & 0xffff0000u),
+                    __uint_as_float(raw[i].y << 16), __uint_as_float(raw[i].y & 0xffff0000u)};
+    } else {
+#pragma unroll
+        for (int i = 0; i < WORDS; ++i) v[i] = reinterpret_cast<const float4&>(raw[i]);
+    }
 }
 
 __device__ __forceinline__ unsigned packed(int a, int b, int c, int d) {
@@ -119,42 +177,12 @@ __device__ __forceinline__ unsigned largest_of(float4 v) {
                max(__float_as_uint(v.z) & MAGNITUDE, __float_as_uint(v.w) & MAGNITUDE));
 }
 
-// One row by TEAM threads, a warp or the block; `fixed` is its static scale, 0 for absmax / 127. Zeros fill up the last
-// piece. A row with NaN or Inf gets a NaN scale and zeros.
-template <int TEAM>
-__device__ __forceinline__ void quantize_row(const void* row, int K, int kind, bool aligned, float fixed,
-                                             signed char* q, float* scale, unsigned* partial) {
-    constexpr int LONG = TEAM == 32 ? LONGEST_OF_A_WARP : LONGEST, WORDS = (LONG / 4 + TEAM - 1) / TEAM;
+// One row by TEAM threads, a warp or the block. Zeros fill up the last piece of its line. A row with NaN or Inf gets a
+// NaN scale and zeros.
+template <int TEAM, int WORDS>
+__device__ __forceinline__ void quantize_row(const float4 (&v)[WORDS], const Source& source, signed char* q, float* scale,
+                                             unsigned* partial) {
     const int member = threadIdx.x % TEAM;
-    float4 v[WORDS];
-    if (!aligned) {
-#pragma unroll
-        for (int i = 0; i < WORDS; ++i) v[i] = load4_slowly(row, 4 * (member + i * TEAM), K, kind);
-    } else if (kind == 0) {
-#pragma unroll
-        for (int i = 0; i < WORDS; ++i) {
-            const int word = member + i * TEAM;
-            v[i] = 4 * word < K ? static_cast<const float4*>(row)[word] : float4{0.0f, 0.0f, 0.0f, 0.0f};
-        }
-    } else {
-        uint2 raw[WORDS];
-#pragma unroll
-        for (int i = 0; i < WORDS; ++i) {
-            const int word = member + i * TEAM;
-            raw[i] = 4 * word < K ? static_cast<const uint2*>(row)[word] : uint2{0, 0};
-        }
-#pragma unroll
-        for (int i = 0; i < WORDS; ++i) {
-            if (kind == 1) {
-                const float2 low = __half22float2(*reinterpret_cast<__half2*>(&raw[i].x));
-                const float2 high = __half22float2(*reinterpret_cast<__half2*>(&raw[i].y));
-                v[i] = {low.x, low.y, high.x, high.y};
-            } else {  // bfloat16 is the upper half of a float
-                v[i] = {__uint_as_float(raw[i].x << 16), __uint_as_float(raw[i].x & 0xffff0000u),
-                        __uint_as_float(raw[i].y << 16), __uint_as_float(raw[i].y & 0xffff0000u)};
-            }
-        }
-    }
     unsigned largest = 0;
 #pragma unroll
     for (int i = 0; i < WORDS; ++i) largest = max(largest, largest_of(v[i]));
@@ -166,13 +194,13 @@ __device__ __forceinline__ void quantize_row(const void* row, int K, int kind, b
         for (int i = 0; i < TEAM / 32; ++i) largest = max(largest, partial[i]);
     }
     const bool finite = largest < 0x7f800000u;
-    float s = fixed;
-    if (fixed == 0.0f) {
+    float s = source.fixed;
+    if (s == 0.0f) {
         s = __fdiv_rn(__uint_as_float(largest), 127.0f);
         if (s < 1.17549435e-38f) s = 1.0f;
     }
     const Divider by(s, -127, 127);
-    const int bytes = pieces_of(K) * PIECE;
+    const int bytes = pieces_of(source.K) * PIECE;
 #pragma unroll
     for (int i = 0; i < WORDS; ++i) {
         const int k = 4 * (member + i * TEAM);
@@ -184,21 +212,35 @@ __device__ __forceinline__ void quantize_row(const void* row, int K, int kind, b
     if (member == 0) *scale = finite ? s : not_a_number();
 }
 
-// Rows [0, rows) of `x`, `stride` bytes apart, to lines of q and to scales; `kind` as in Network. All threads of the
-// block take part, and need not be in step.
+// Rows [0, rows) to lines of q and to scales. All threads of the block take part, and need not be in step. The next row
+// is on its way while one is quantized.
 template <int THREADS>
-__device__ __forceinline__ void quantize(const char* x, long long stride, int rows, int K, int kind, bool aligned,
-                                         float fixed, signed char* q, int ldq, float* scales,
+__device__ __forceinline__ void quantize(const Source& source, int rows, signed char* q, int ldq, float* scales,
                                          unsigned (*partial)[THREADS / 32]) {
-    if (rows > 2 && K <= LONGEST_OF_A_WARP) {
+    const bool by_warp = rows > 2 && source.K <= LONGEST_OF_A_WARP;
+    if (by_warp) {
+        constexpr int WORDS = LONGEST_OF_A_WARP / 4 / 32;
+        uint4 raw[WORDS];
+        float4 v[WORDS];
+        int r = threadIdx.x / 32;
+        if (r < rows) load<32>(raw, source, r);
 #pragma unroll 1
-        for (int r = threadIdx.x / 32; r < rows; r += THREADS / 32)
-            quantize_row<32>(x + r * stride, K, kind, aligned, fixed, q + r * ldq, scales + r, nullptr);
+        for (; r < rows; r += THREADS / 32) {
+            convert(v, raw, source);
+            if (r + THREADS / 32 < rows) load<32>(raw, source, r + THREADS / 32);
+            quantize_row<32>(v, source, q + r * ldq, scales + r, nullptr);
+        }
     } else {
+        constexpr int WORDS = (LONGEST / 4 + THREADS - 1) / THREADS;
+        uint4 raw[WORDS];
+        float4 v[WORDS];
         // a row's partial maxima are still being read while the next one's are written, but not those of the one after
 #pragma unroll 1
-        for (int r = 0; r < rows; ++r)
-            quantize_row<THREADS>(x + r * stride, K, kind, aligned, fixed, q + r * ldq, scales + r, partial[r % 2]);
+        for (int r = 0; r < rows; ++r) {
+            load<THREADS>(raw, source, r);
+            convert(v, raw, source);
+            quantize_row<THREADS>(v, source, q + r * ldq, scales + r, partial[r % 2]);
+        }
     }
 }
 
@@ -230,8 +272,8 @@ __device__ __forceinline__ void load_rows(Rows<MW>& r, const signed char* a, int
             r.low[i] = i * 16 + g < rows ? *low : uint4{0, 0, 0, 0};
             r.high[i] = i * 16 + g + 8 < rows ? *high : uint4{0, 0, 0, 0};
         } else {
-            r.low[i] = __ldcg(low);
-            r.high[i] = __ldcg(high);
+            r.low[i] = *low;
+            r.high[i] = *high;
         }
     }
 }
@@ -264,9 +306,9 @@ __device__ __forceinline__ void multiply(int (&d)[MW][NT][4], const signed char*
 
 // --- the kernel ---------------------------------------------------------------------------------------------------
 
-template <int MW, int NT, int WM, int KS, Mode MODE>
-__global__ void __launch_bounds__(WM * KS * 32, 1) mlp_int8_sm90(const __grid_constant__ Network net) {
-    constexpr int THREADS = WM * KS * 32, BM = WM * MW * 16, BN = NT * 8, TILE_LD = BN + 8;
+template <int MW, int NT, int WM, int WN, int KS, Mode MODE>
+__global__ void __launch_bounds__(WM * WN * KS * 32, 1) mlp_int8_sm90(const __grid_constant__ Network net) {
+    constexpr int THREADS = WM * WN * KS * 32, BM = WM * MW * 16, BN = WN * NT * 8, TILE_LD = BN + 8;
     static_assert(MODE != SENT || KS > 1, "what is sent is sent from the tile");
     extern __shared__ __align__(128) unsigned char shared[];
     __shared__ unsigned long long arrived[LAYERS], received[LAYERS];  // weights; outputs of a layer
@@ -304,6 +346,11 @@ __global__ void __launch_bounds__(WM * KS * 32, 1) mlp_int8_sm90(const __grid_co
         for (int i = threadIdx.x; i < BM * TILE_LD; i += THREADS) tile[i] = 0;
     __syncthreads();
     if constexpr (MODE == SENT) cluster_announce();
+    if (MODE == SHARED && threadIdx.x == 0 && share0 < share1) {
+        const int bytes = net.layer[0].K * (net.kind == 0 ? 4 : 2);
+        const char* x = static_cast<const char*>(net.x) + (m0 + share0) * bytes;
+        if (reinterpret_cast<unsigned long long>(x) % 16 == 0) bulk_prefetch(x, (share1 - share0) * bytes / 16 * 16);
+    }
 #pragma unroll 1
     for (int l = 0; l <= last; ++l) {
         const Layer& layer = net.layer[l];
@@ -353,32 +400,36 @@ __global__ void __launch_bounds__(WM * KS * 32, 1) mlp_int8_sm90(const __grid_co
         signed char* q = local ? act : layer.q + (m0 + from) * (pieces * PIECE);
         float* s = local ? scales : layer.scales + m0 + from;
         const int ldq = local ? line : pieces * PIECE;
-        const char* x = static_cast<const char*>(net.x) + (m0 + from) * K * (net.kind == 0 ? 4 : 2);
-        long long stride = static_cast<long long>(K) * (net.kind == 0 ? 4 : 2);
-        float fixed = 0.0f;
-        if (l > 0) {
+        Source source;
+        source.K = K;
+        if (l == 0) {
+            source.stride = static_cast<long long>(K) * (net.kind == 0 ? 4 : 2);
+            source.x = static_cast<const char*>(net.x) + (m0 + from) * source.stride;
+            source.kind = net.kind;
+            source.aligned = net.aligned;
+            source.fixed = layer.scale_x ? *layer.scale_x : 0.0f;
+        } else {
             const Layer& before = net.layer[l - 1];
-            x = MODE == SENT ? reinterpret_cast<const char*>(shared + before.sent_at) + from * before.ld * 4
-                             : reinterpret_cast<const char*>(before.y + (m0 + from) * before.ld);
-            stride = before.ld * 4;
-            fixed = fixed_scales[l];
-        } else if (layer.scale_x) {
-            fixed = *layer.scale_x;
+            source.stride = before.ld * 4;
+            source.x = MODE == SENT ? reinterpret_cast<const char*>(shared + before.sent_at) + from * source.stride
+                                    : reinterpret_cast<const char*>(before.y) + (m0 + from) * source.stride;
+            source.kind = 0;
+            source.aligned = MODE == SENT || K % 4 == 0;
+            source.fixed = fixed_scales[l];
         }
-        quantize<THREADS>(x, stride, to - from, K, l > 0 ? 0 : net.kind, l > 0 ? MODE == SENT || K % 4 == 0 : net.aligned,
-                          fixed, q, ldq, s, partial);
+        quantize<THREADS>(source, to - from, q, ldq, s, partial);
         copy_wait_all();
         if (!local) {
             group_sync(counter, rank, net.group);
 #pragma unroll 1
-            for (int r = threadIdx.x; r < rows; r += THREADS) scales[r] = __ldcg(layer.scales + m0 + r);
+            for (int r = threadIdx.x; r < rows; r += THREADS) scales[r] = layer.scales[m0 + r];
         }
         __syncthreads();
         if (MODE == SENT && l == 0) cluster_await();  // all blocks can be sent to
         if (layer.bulk) mbarrier_wait(&arrived[l], 0);
 
         const int count = count_of(l), m_rows = local ? to - from : rows;
-        const int wm = warp % WM * MW * 16;
+        const int wm = warp % WM * MW * 16, wn = warp / WM % WN * NT * 8, ks = warp / WM / WN;
         const float* scale_w = reinterpret_cast<const float*>(shared + layer.scale_at);
         float* y = layer.y + (m0 + (by_rows ? from : 0)) * layer.ld + first_of(l);
         auto scaled = [&](int r, int c, int sum) {
@@ -388,15 +439,15 @@ __global__ void __launch_bounds__(WM * KS * 32, 1) mlp_int8_sm90(const __grid_co
         };
 #pragma unroll 1
         for (int c0 = 0; c0 < count; c0 += BN) {
-            const int columns = min(BN, count - c0), tiles = (columns + 7) / 8;
-            const signed char* b = reinterpret_cast<const signed char*>(shared + layer.w_at) + c0 * line;
+            const int columns = min(BN, count - c0), tiles = (columns - wn + 7) / 8;
+            const signed char* b = reinterpret_cast<const signed char*>(shared + layer.w_at) + (c0 + wn) * line;
             int d[MW][NT][4] = {};
-            if (wm < m_rows) {
+            if (wm < m_rows && tiles > 0) {
                 if (local)
-                    multiply<MW, NT, true>(d, act + wm * line, line, m_rows - wm, b, line, tiles, pieces, warp / WM, KS);
+                    multiply<MW, NT, true>(d, act + wm * line, line, m_rows - wm, b, line, tiles, pieces, ks, KS);
                 else
                     multiply<MW, NT, false>(d, layer.q + (m0 + wm) * (pieces * PIECE), pieces * PIECE, 0, b, line, tiles,
-                                            pieces, warp / WM, KS);
+                                            pieces, ks, KS);
             }
             const int g = lane / 4, t = lane % 4;
 #pragma unroll
@@ -405,7 +456,7 @@ __global__ void __launch_bounds__(WM * KS * 32, 1) mlp_int8_sm90(const __grid_co
                 for (int j = 0; j < NT; ++j)
 #pragma unroll
                     for (int e = 0; e < 4; ++e) {
-                        const int r = wm + i * 16 + g + e / 2 * 8, c = j * 8 + 2 * t + e % 2;
+                        const int r = wm + i * 16 + g + e / 2 * 8, c = wn + j * 8 + 2 * t + e % 2;
                         if (r >= m_rows || c >= columns) continue;
                         if constexpr (KS > 1)
                             atomicAdd(&tile[r * TILE_LD + c], d[i][j][e]);

@@ -27,7 +27,7 @@ _FORMATS = f"{LAYERS * _LAYER.size + _NETWORK.size}s"
 
 @dataclass(frozen=True)
 class Config:
-    """The kernel's template: ``ks`` times ``wm`` warps, each ``mw`` tiles of 16 rows by ``nt`` of 8 columns.
+    """The kernel's template: ``wm`` by ``wn`` warps, each ``mw`` tiles of 16 rows by ``nt`` of 8 columns, ``ks`` times.
 
     ``mode`` is how blocks exchange activations: SENT, READ or SHARED.
     """
@@ -35,6 +35,7 @@ class Config:
     mw: int
     nt: int
     wm: int
+    wn: int
     ks: int
     mode: str
 
@@ -48,21 +49,21 @@ class Config:
 
     @property
     def threads(self) -> int:
-        return 32 * self.wm * self.ks
+        return 32 * self.wm * self.wn * self.ks
 
     @property
     def instance(self) -> str:
-        return f"mlp_int8_sm90<{self.mw}, {self.nt}, {self.wm}, {self.ks}, {self.mode}>"
+        return f"mlp_int8_sm90<{self.mw}, {self.nt}, {self.wm}, {self.wn}, {self.ks}, {self.mode}>"
 
 
-SENT_NARROW = Config(mw=1, nt=4, wm=1, ks=8, mode="SENT")
-SENT_WIDE = Config(mw=1, nt=8, wm=1, ks=8, mode="SENT")
-READ_NARROW = Config(mw=1, nt=4, wm=1, ks=8, mode="READ")
-SHARED_16 = Config(mw=1, nt=8, wm=1, ks=8, mode="SHARED")
-SHARED_32 = Config(mw=1, nt=8, wm=2, ks=4, mode="SHARED")
-SHARED_64 = Config(mw=4, nt=4, wm=1, ks=8, mode="SHARED")
-SHARED_128 = Config(mw=1, nt=8, wm=8, ks=1, mode="SHARED")
-SHARED_160 = Config(mw=1, nt=16, wm=10, ks=1, mode="SHARED")
+SENT_NARROW = Config(mw=1, nt=4, wm=1, wn=1, ks=8, mode="SENT")
+SENT_WIDE = Config(mw=1, nt=8, wm=1, wn=1, ks=8, mode="SENT")
+READ_NARROW = Config(mw=1, nt=4, wm=1, wn=1, ks=8, mode="READ")
+SHARED_16 = Config(mw=1, nt=8, wm=1, wn=1, ks=8, mode="SHARED")
+SHARED_32 = Config(mw=1, nt=8, wm=2, wn=1, ks=4, mode="SHARED")
+SHARED_64 = Config(mw=4, nt=4, wm=1, wn=1, ks=8, mode="SHARED")
+SHARED_128 = Config(mw=1, nt=8, wm=8, wn=1, ks=1, mode="SHARED")
+SHARED_160 = Config(mw=1, nt=16, wm=10, wn=1, ks=1, mode="SHARED")
 CONFIGS = (SENT_NARROW, SENT_WIDE, READ_NARROW, SHARED_16, SHARED_32, SHARED_64, SHARED_128, SHARED_160)
 INSTANCES = tuple(config.instance for config in CONFIGS)
 
@@ -118,7 +119,7 @@ def plan(sizes: tuple[int, ...], m: int, config: Config, group: int, rows: int |
 
     at = 4 * config.rows
     if config.ks > 1:
-        at += 4 * config.rows * (8 * config.nt + 8)
+        at += 4 * config.rows * (8 * config.wn * config.nt + 8)
     scales_at, sent_at = [], []
     for width in slices:
         scales_at.append(at)
