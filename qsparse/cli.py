@@ -27,6 +27,7 @@ from qsparse.commandline import (
     DeviceOption,
     JsonOption,
     RunArgument,
+    example,
     print_compressed,
     print_json,
     progress_console,
@@ -36,7 +37,7 @@ from qsparse.errors import UserError
 from qsparse.quant.command import quantize, sensitivity
 from qsparse.search.command import search
 from qsparse.sweep.command import sweep
-from qsparse.train.config import BACKENDS, TrainConfig
+from qsparse.train.config import BACKENDS, PRECISIONS, TrainConfig
 
 USER_ERROR = 2
 INTERRUPTED = 130
@@ -68,13 +69,13 @@ app = typer.Typer(
     cls=_Group,
     help="Train, quantize and sparsify an MLP; accuracy, time and memory are those of the kernels that run.",
     no_args_is_help=True,
-    add_completion=False,
     rich_markup_mode=None,
     pretty_exceptions_enable=False,
 )
 
 
 Backend = enum.StrEnum("Backend", BACKENDS)
+Precision = enum.StrEnum("Precision", PRECISIONS)
 
 
 class Format(enum.StrEnum):
@@ -139,7 +140,7 @@ def _options(
     pass
 
 
-@app.command()
+@app.command(epilog=example("qsparse train --hidden 256 --epochs 5 --seed 1"))
 def train(
     hidden: Annotated[
         list[int] | None,
@@ -166,6 +167,10 @@ def train(
             show_default="auto",
             help="PyTorch, NumPy or C on the CPU, our kernels (cuda) on a GPU; auto is cuda on a GPU, else torch.",
         ),
+    ] = None,
+    precision: Annotated[
+        Precision | None,
+        typer.Option(show_default="fp32", help="Of backend cuda's products; tf32 rounds operands to 11 bits."),
     ] = None,
     data: Annotated[
         str | None,
@@ -204,6 +209,7 @@ def train(
         "seed": seed,
         "device": device.value if device else None,
         "backend": backend.value if backend else None,
+        "precision": precision.value if precision else None,
         "data": data,
         "validation": validation,
     }
@@ -227,13 +233,13 @@ def train(
         print(f"test accuracy {trained.metrics[-1]['test_accuracy']:.2%}, saved in {trained.run}")
 
 
-app.command()(quantize)
-app.command()(sensitivity)
-app.command()(search)
-app.command()(sweep)
+app.command(epilog=example("qsparse quantize runs/1 --dtype int8"))(quantize)
+app.command(epilog=example("qsparse sensitivity runs/1 --dtype int8,int4wo"))(sensitivity)
+app.command(epilog=example("qsparse search runs/1 --trials 100"))(search)
+app.command(epilog=example("qsparse sweep sweep.toml --workers 2"))(sweep)
 
 
-@app.command()
+@app.command(epilog=example("qsparse sparsify runs/1 --density 0.1 --finetune-epochs 2"))
 def sparsify(
     density: Annotated[
         str | None,
@@ -312,7 +318,7 @@ def sparsify(
     print_compressed(compressed, as_json)
 
 
-@app.command()
+@app.command(epilog=example("qsparse formats --shape 256,784 --density 0.1"))
 def formats(
     shape: Annotated[str, typer.Option(metavar="SIZE[,SIZE[,SIZE]]", help="Of the array: 1 to 3 sizes.")] = "256,784",
     density: Annotated[
@@ -331,7 +337,7 @@ def formats(
         print_json(comparison.to_json())
 
 
-@app.command()
+@app.command(epilog=example("qsparse report runs/1 runs/2 --html report.html"))
 def report(
     runs: Annotated[
         list[Path] | None,
@@ -362,7 +368,7 @@ def report(
         print_json(collected.to_json())
 
 
-@app.command()
+@app.command(epilog=example("qsparse doctor"))
 def doctor(as_json: JsonOption = False) -> None:
     """Say what this machine runs, and how to get what is missing."""
     from qsparse import doctor
@@ -374,7 +380,7 @@ def doctor(as_json: JsonOption = False) -> None:
         print_json(found)
 
 
-@app.command()
+@app.command(epilog=example("qsparse demo --data mnist-5k"))
 def demo(data: DataOption = "auto", device: DeviceOption = Device.auto, as_json: JsonOption = False) -> None:
     """Run the whole line once: train, quantize, sparsify, report."""
     from qsparse.demo import demo as run_demo
@@ -384,7 +390,7 @@ def demo(data: DataOption = "auto", device: DeviceOption = Device.auto, as_json:
         print_json(result)
 
 
-@app.command()
+@app.command(epilog=example("qsparse ladder --epochs 2 --rounds 3"))
 def ladder(
     hidden: Annotated[
         list[int] | None,
@@ -392,6 +398,7 @@ def ladder(
     ] = None,
     epochs: Annotated[int, typer.Option(min=1, help="Epochs of each training.")] = 2,
     rounds: Annotated[int, typer.Option(min=1, help="Trainings of each backend, in turn.")] = 3,
+    device: Annotated[Device, typer.Option(help="cpu and cuda leave the other one's backends out.")] = Device.auto,
     batch_size: Annotated[int, typer.Option(min=1)] = TrainConfig.batch_size,
     lr: Annotated[float, typer.Option()] = TrainConfig.lr,
     seed: Annotated[int, typer.Option(min=0)] = TrainConfig.seed,
@@ -420,7 +427,7 @@ def ladder(
 
     if out is not None:
         checkpoint.require_writable(out.parent)
-    climbed = climb(datasets.load(data, validation, say), config, rounds=rounds, say=say)
+    climbed = climb(datasets.load(data, validation, say), config, rounds=rounds, device=device.value, say=say)
     show(climbed.rows, text_stream(as_json))
     if out is not None:
         append(out, climbed.rows)

@@ -44,6 +44,11 @@ JsonOption = Annotated[
 ]
 
 
+def example(command: str) -> str:
+    """The end of a command's help."""
+    return f"Example: {command}"
+
+
 def progress_console() -> Console:
     """Return where progress goes."""
     from rich.console import Console

@@ -11,6 +11,7 @@ from typing import Annotated
 import typer
 
 from qsparse.bench.shapes import parse_shape, parse_sizes
+from qsparse.commandline import example
 
 WRONG = 1
 """The exit code where a kernel's output was not that of the reference."""
@@ -86,7 +87,7 @@ def _finish(result, out: Path | None, as_json: bool) -> None:
         raise typer.Exit(WRONG)
 
 
-@app.command()
+@app.command(epilog=example("qsparse bench gemm --dtype float16 --shapes 4096,4096,4096"))
 def gemm(
     dtype: Annotated[
         list[Dtype] | None,
@@ -151,7 +152,7 @@ def gemm(
     _finish(result, out, as_json)
 
 
-@app.command()
+@app.command(epilog=example("qsparse bench int8 --shapes 64,1024,784"))
 def int8(
     op: Annotated[list[Op] | None, typer.Option(show_default="all", help="What to time; repeat it for more.")] = None,
     shapes: Annotated[list[str] | None, SHAPES] = None,
@@ -179,7 +180,7 @@ def int8(
     _finish(result, out, as_json)
 
 
-@app.command()
+@app.command(epilog=example("qsparse bench mlp"))
 def mlp(
     network: Annotated[
         list[str] | None,
