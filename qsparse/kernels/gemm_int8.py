@@ -16,6 +16,7 @@ SOURCES = {tier.SOURCE: tier.INSTANCES for tier in _TIERS.values()}
 _BARE = (torch.int32, torch.int64)
 _QUANTIZED = (torch.int8, torch.uint8)
 _SUMS_K = 2**24  # the longest row of weights whose sum cannot leave int32
+_COPY_WORK = 2**26  # multiply-adds from which rows off 16-byte boundaries are copied, so that tensor cores read them
 
 
 def longest_int32(dtype: torch.dtype, corrected: bool = False) -> int:
@@ -43,7 +44,8 @@ def gemm_int8(
     Parameters
     ----------
     x : (M, K) int8 or uint8
-        Quantized activations, any strides (a view whose rows are not contiguous is copied).
+        Quantized activations, any strides (a view whose rows are not contiguous is copied; in large products one off
+        16-byte boundaries too, for the tensor cores).
     w : (N, K) int8
         Quantized weights, one row an output channel.
     scale_x : (M,) or (1,) float32, optional
@@ -103,9 +105,10 @@ def gemm_int8(
     if x.device.type == "cpu":
         return _gemm_int8_cpu.compute(rows(x), rows(w), epilogue, out_dtype, k > longest)
 
-    (x, _, ldx), (w, _, ldw) = (matrix(a, k_major=True) for a in (x, w))
+    best = gemm_int8.tier(x.device) if k <= longest else "simt"
+    (x, ldx), (w, ldw) = _operands(x, w, align=tier is None and best != "simt" and m * n * k >= _COPY_WORK)
     y = torch.empty((m, n), dtype=out_dtype, device=x.device)
-    chosen = _pick(tier, gemm_int8.tier(x.device), x, ldx, w, ldw, y, k > longest)
+    chosen = _pick(tier, best, x, ldx, w, ldw, y)
     if chosen == "simt":
         _gemm_int8_simt.launch_gemm(x, ldx, w, ldw, y, epilogue, wide=k > longest)
     else:
@@ -156,13 +159,24 @@ def _check_scales(out_dtype, m, n, scale_x, scale_w, bias, zero_x, sums_w, scale
         check_tensor("scale_y", scale_y, (torch.float32,), (1,))
 
 
-def _pick(asked: str | None, best: str, x, ldx: int, w, ldw: int, y, wide: bool) -> str:
+def _operands(*operands: torch.Tensor, align: bool) -> list[tuple[torch.Tensor, int]]:
+    """Matrices whose rows are contiguous, with the stride of rows; ``align``: rows on 16-byte boundaries, K padded."""
+    found = []
+    for a in operands:
+        a, _, ld = matrix(a, k_major=True)
+        if align and (a.data_ptr() | ld) % 16:
+            padded = torch.zeros((len(a), -(-a.shape[1] // 16) * 16), dtype=a.dtype, device=a.device)
+            padded[:, : a.shape[1]] = a
+            a, ld = padded, padded.shape[1]
+        found.append((a, ld))
+    return found
+
+
+def _pick(asked: str | None, best: str, x, ldx: int, w, ldw: int, y) -> str:
     """The tier to run: the best that this GPU has and these arrays allow, or the one asked for."""
     order = list(_TIERS)
-    served = order[: order.index(best) + 1]
-    possible = [
-        name for name in reversed(served) if name == "simt" or (not wide and _TIERS[name].supports(x, ldx, w, ldw, y))
-    ]
+    served = reversed(order[: order.index(best) + 1])
+    possible = [name for name in served if name == "simt" or _TIERS[name].supports(x, ldx, w, ldw, y)]
     if asked is None:
         return possible[0]
     if asked not in possible:

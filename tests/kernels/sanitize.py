@@ -42,11 +42,21 @@ def dense() -> None:
 
 
 def quantized() -> None:
-    for m, n, k in ((70, 65, 130), (3, 5, 7), (1, 10, 784)):
-        q, scale = kernels.quantize_rows(normal(m, k))
-        q_w, scale_w = kernels.quantize_rows(normal(n, k, dtype=torch.float16))
-        kernels.gemm_int8(q, q_w, scale, scale_w, normal(n), relu=True)
-        kernels.gemm_int8(q, q_w, out_dtype=torch.int64)
+    for m, n, k in ((70, 65, 130), (3, 5, 7), (1, 10, 784), (300, 264, 528), (2, 3, 5000), (2, 3, 40_000)):
+        scale_y = torch.ones(1, device=DEVICE)
+        for symmetric in (True, False):
+            q, scale, *zero, _ = kernels.quantize_rows(normal(m, k), symmetric=symmetric, return_sums=True)
+            kernels.quantize_rows(normal(m, k, dtype=torch.bfloat16), scale_y, symmetric=symmetric, relu=True)
+            q_w, scale_w = kernels.quantize_rows(normal(n, k, dtype=torch.float16))
+            correction = {"zero_x": zero[0]} if zero else {}
+            for tier in ("simt", "sm80", "sm90"):
+                if tier != "simt" and (k % 16 or kernels.gemm_int8.tier(DEVICE) < tier):
+                    continue
+                for out_dtype in (torch.float32, torch.float16, torch.int8):
+                    options = {"out_dtype": out_dtype, "scale_y": scale_y if out_dtype == torch.int8 else None}
+                    kernels.gemm_int8(q, q_w, scale, scale_w, normal(n), relu=True, tier=tier, **options, **correction)
+                kernels.gemm_int8(q, q_w, out_dtype=torch.int32, tier=tier)
+            kernels.gemm_int8(q, q_w, out_dtype=torch.int64)
 
 
 def weight_only() -> None:

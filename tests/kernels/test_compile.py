@@ -60,6 +60,24 @@ def test_int8_and_sparse_faces(device, normal, sparse, assert_close, to_numpy):
         assert_close(ours, to_numpy(reference))
 
 
+def test_int8_options(device, normal, assert_same_bits):
+    """Every output and argument that the operators of the int8 path have."""
+    x, bias = normal(9, 16, device=device), normal(12, device=device)
+    w, scale_w, sums = kernels.quantize_rows(normal(12, 16, device=device), return_sums=True)
+    scale = torch.full((1,), 0.03, device=device)
+
+    def step(x):
+        q, scale_x, zero, q_sums = kernels.quantize_rows(x, symmetric=False, relu=True, return_sums=True)
+        fixed, fixed_scale = kernels.quantize_rows(x, scale)
+        given = {"zero_x": zero, "sums_w": sums}
+        again = kernels.gemm_int8(fixed, w, fixed_scale, scale_w, bias, out_dtype=torch.int8, scale_y=scale)
+        bare = kernels.gemm_int8(q, w, out_dtype=torch.int32, **given)
+        return q_sums, again, bare, kernels.gemm_int8(q, w, scale_x, scale_w, bias, out_dtype=torch.float16, **given)
+
+    for ours, reference in zip(compiled(step)(x), step(x), strict=True):
+        assert_same_bits(ours, reference)
+
+
 def test_sgd_changes_its_arguments(device, normal):
     param, grad, buffer = (normal(5, 4, device=device) for _ in range(3))
     other, other_buffer = param.clone(), buffer.clone()

@@ -314,6 +314,18 @@ def test_random_shapes_write_all_of_the_output(tier, seed, integers, normal, ass
             assert_same_bits(*outputs)
 
 
+@pytest.mark.parametrize("k", [783, 784, 799])
+def test_case_3_rows_off_16_byte_boundaries_reach_the_tensor_cores(device, k, integers, assert_same_bits):
+    """Where there is much to multiply they are copied, with zeros behind K; the zero points know nothing of those."""
+    x, w = integers(-128, 128, 1000, k, device=device), integers(-128, 128, 256, k, device=device)
+    zero = integers(-128, 128, 1000, dtype=torch.int32, device=device)
+    with _load.launched() as launches:
+        y = kernels.gemm_int8(x, w, out_dtype=torch.int32, zero_x=zero)
+    assert_same_bits(y, exact(x, w, torch.int32, zero))
+    tiers = {_load.tier_of(launch.partition(":")[0]) for launch in launches}
+    assert tiers == ({kernels.gemm_int8.tier(device)} if device.type == "cuda" else set())
+
+
 @pytest.mark.gpu
 def test_a_tier_that_cannot_be_had_is_refused(integers):
     x, w = integers(-128, 128, 4, 15, device="cuda"), integers(-128, 128, 5, 15, device="cuda")
