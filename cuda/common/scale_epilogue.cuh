@@ -18,19 +18,13 @@ template <typename SumT, typename O, int BN, int MI> struct ScaleEpilogue {
     const Int8Epilogue& e;
     int M, N;
     Divider by;
-    float up;
     float2* columns;  // scale and bias of this tile's; two columns are read at once
     int* sums_w;
     float scale_x[MI][2];  // of this thread's rows
     int zero_x[MI][2];
 
     __device__ __forceinline__ ScaleEpilogue(const Int8Epilogue& e, int M, int N)
-        : e(e), M(M), N(N), by(int8_divider<O>(scale_y(e) * power(scale_y(e)))), up(power(scale_y(e))) {}
-
-    // Very small and very large scales, and what they divide, are moved by a power of two, which leaves the quotients:
-    // the quick division is then right for any, and no sum carries the code of the slow one.
-    static __device__ __forceinline__ float scale_y(const Int8Epilogue& e) { return e.scale_y ? *e.scale_y : 1.0f; }
-    static __device__ __forceinline__ float power(float s) { return s < 0x1p-90f ? 0x1p60f : s > 0x1p90f ? 0x1p-60f : 1.0f; }
+        : e(e), M(M), N(N), by(int8_divider<O>(e.scale_y ? *e.scale_y : 1.0f)) {}
 
     template <class Sync> __device__ __forceinline__ void begin(char* memory, int n0, int thread, Sync sync) {
         columns = reinterpret_cast<float2*>(memory);
@@ -78,10 +72,7 @@ template <typename SumT, typename O, int BN, int MI> struct ScaleEpilogue {
         }
     }
 
-    __device__ __forceinline__ O out(Value v) {
-        if constexpr (sizeof(O) == 1) return static_cast<O>(v == v ? by.nearest_quickly(v * up) : 0);
-        else return int8_output<O>(v, by);
-    }
+    __device__ __forceinline__ O out(Value v) { return int8_output<O>(v, by); }
     __device__ __forceinline__ typename Pair<O>::type pair(Value low, Value high) {
         if constexpr (sizeof(O) == 2) return pair_from<O>(low, high);
         else return {out(low), out(high)};
