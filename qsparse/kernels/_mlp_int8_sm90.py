@@ -111,7 +111,7 @@ def plan(sizes: tuple[int, ...], m: int, config: Config, group: int, rows: int |
     layers, last, rows = len(sizes) - 1, len(sizes) - 2, rows or config.rows
     if layers > LAYERS or min(*sizes, m) < 1 or max(sizes[:-1]) > LONGEST or m >= 2**31 - config.rows:
         return None
-    if rows > config.rows or (config.mode == "SENT" and group > LARGEST_CLUSTER):
+    if rows > config.rows or (config.mode == "SENT" and not 1 < group <= LARGEST_CLUSTER):
         return None
     groups, held = -(-m // rows), min(m, rows)
     slices = tuple(_up(-(-n // group) if i < last else n, 8) for i, n in enumerate(sizes[1:]))
@@ -141,6 +141,7 @@ def plan(sizes: tuple[int, ...], m: int, config: Config, group: int, rows: int |
     at = max(at, lines_at[last] + slices[last] * _line(sizes[last]))
     if at > SHARED:
         return None
+    at = min(_up(at, 8192), SHARED)  # a size of its own is a kernel of its own to the loader
 
     padded = (groups - 1) * rows + config.rows  # warps read whole tiles
     scratch, outputs_at, inputs_at, input_scales_at = 0, [], [], []

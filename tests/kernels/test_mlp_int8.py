@@ -174,11 +174,11 @@ def hopper():
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("sizes", [*NETWORKS, (784, 4096, 4096, 10)], ids=str)
-@pytest.mark.parametrize("m", [1, 2, 3, 17, 64, 130, 300])
+@pytest.mark.parametrize("m", [1, 3, 17, 64, 300])
 def test_every_plan_has_the_chain_s_bits(hopper, sizes, m, normal, network, assert_same_bits):
     arrays, input_scales = network(sizes, hopper, static=(1,))
     x = normal(m, sizes[0], dtype=torch.float16, device=hopper)
-    for scales in (None, input_scales):
+    for scales in (input_scales, None):
         chain = kernels.mlp_int8(x, *arrays, input_scales=scales, one_launch=False)
         layers = list(zip(*arrays, scales or [None] * len(input_scales), strict=True))
         for p in plans(sizes, m):
