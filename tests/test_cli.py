@@ -112,6 +112,7 @@ def test_train_options_reach_the_run():
     assert settings == {
         "hidden": [32, 16], "epochs": 2, "batch_size": 50, "lr": 0.05, "momentum": 0.9, "weight_decay": 0.001,
         "seed": 3, "device": "cpu", "data": "mnist-5k", "validation": 100, "backend": "torch",
+            "precision": "fp32",
     }  # fmt: skip
     assert qsparse.load("mine").sizes == (784, 32, 16, 10)
 

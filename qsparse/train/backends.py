@@ -2,7 +2,7 @@
 
 A backend is an object with `step(images, labels, lr) -> loss`. It changes the model's own parameters and the momentum
 buffers in place, so the loop around it, the checkpoints and the evaluation are the same for all. One that has
-`epoch(train, order, rates) -> losses` too takes all steps of an epoch by itself.
+`epoch(train, epoch, rates) -> losses` too takes all steps of an epoch by itself.
 """
 
 from __future__ import annotations
@@ -33,8 +33,11 @@ class Backend(Protocol):
 class EpochBackend(Backend, Protocol):
     """A backend that needs no host between steps."""
 
-    def epoch(self, train: Split, order: torch.Tensor, rates: Sequence[float]) -> torch.Tensor:
-        """Take all steps of an epoch over images int64 (M,), and return their mean losses, float32 on the CPU."""
+    def epoch(self, train: Split, epoch: int, rates: Sequence[float]) -> torch.Tensor:
+        """Take all steps of an epoch (counted from 0); return the mean losses before them, float32 on the CPU.
+
+        The images come as `data.order` says; rates: the learning rate of each step.
+        """
 
 
 def make(

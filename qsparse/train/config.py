@@ -10,6 +10,7 @@ from typing import Any
 from qsparse.errors import UserError
 
 BACKENDS = ("auto", "torch", "numpy", "c", "cuda")
+PRECISIONS = ("fp32", "tf32")
 _LARGEST = 3.4028234e38
 """The largest float32: the kernels take rates in float32."""
 
@@ -27,6 +28,7 @@ class TrainConfig:
     backend: what takes the steps: torch (PyTorch's kernels), numpy or c, all three on the CPU; cuda (our kernels on the
     GPU); or auto: cuda on a GPU, torch on a CPU.
     validation: training images held out for validation; None for the data set's default.
+    precision: of the products' operands by the backend cuda: fp32, or tf32, 11 bits, which is faster.
 
     Raises UserError, naming the field, when a value is out of range.
     """
@@ -42,6 +44,7 @@ class TrainConfig:
     data: str = "auto"
     validation: int | None = None
     backend: str = "auto"
+    precision: str = "fp32"
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "hidden", tuple(self.hidden))
@@ -56,6 +59,7 @@ class TrainConfig:
         for field in ("device", "data"):
             _require(isinstance(getattr(self, field), str), field, getattr(self, field), "a name")
         _require(self.backend in BACKENDS, "backend", self.backend, f"one of {', '.join(BACKENDS)}")
+        _require(self.precision in PRECISIONS, "precision", self.precision, f"one of {', '.join(PRECISIONS)}")
         fits = self.validation is None or _is_count(self.validation, 0)
         _require(fits, "validation", self.validation, "a count from 0 to 2^31 - 1")
 

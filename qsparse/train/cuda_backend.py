@@ -6,11 +6,13 @@ from collections.abc import Mapping, Sequence
 
 import torch
 
-from qsparse import kernels
+from qsparse import data, kernels
 from qsparse.data import MEAN, STD, Split
 from qsparse.models import MLP
 from qsparse.train.config import TrainConfig
 from qsparse.train.torch_backend import TorchBackend
+
+_PRECISIONS = {"fp32": "highest", "tf32": "high"}
 
 
 class CudaBackend(TorchBackend):
@@ -20,39 +22,42 @@ class CudaBackend(TorchBackend):
         self, model: MLP, config: TrainConfig, momentum: Mapping[str, torch.Tensor], masks: Mapping[str, torch.Tensor]
     ) -> None:
         super().__init__(model, config, momentum, masks)
+        self._coming: tuple[int, torch.Tensor] | None = None
         self._mask = None
         if masks:
             alive = {name: torch.ones_like(each, dtype=torch.bool) for name, each in self._parameters.items()}
             self._mask = _flat(list({**alive, **masks}.values()))
 
     @torch.no_grad()
-    def epoch(self, train: Split, order: torch.Tensor, rates: Sequence[float]) -> torch.Tensor:
-        """Take all steps of an epoch; return the mean loss of each before it, float32 (steps,) on the CPU.
-
-        train: on the model's device. order: int64 (images,) on the CPU, which image comes when. rates: the learning
-        rate of each step.
-        """
+    def epoch(self, train: Split, epoch: int, rates: Sequence[float]) -> torch.Tensor:
+        """Take all steps of an epoch; return the mean loss of each before it. See `backends.EpochBackend`."""
+        config = self._config
+        if self._coming is None or self._coming[0] != epoch:
+            self._coming = epoch, data.order(len(train), seed=config.seed, epoch=epoch)
         parameters = list(self._parameters.values())
         velocities = [self._momentum[name] for name in self._parameters] if self._momentum else []
         flat = _flat(parameters), _flat(velocities) if velocities else None
         losses = kernels.train_mlp(
             train.images,
             train.labels,
-            order.to(train.images.device),
+            self._coming[1].to(train.images.device),
             torch.tensor(rates, device=train.images.device),
             *flat,
             self._mask,
             sizes=self._model.sizes,
-            batch=self._config.batch_size,
+            batch=config.batch_size,
             scale=1 / (255 * STD),
             shift=-MEAN / STD,
-            momentum=self._config.momentum,
-            weight_decay=self._config.weight_decay,
+            momentum=config.momentum,
+            weight_decay=config.weight_decay,
+            precision=_PRECISIONS[config.precision],
         )
         _copy_back(flat[0], parameters)
         if velocities:
             _copy_back(flat[1], velocities)
-        return _means(losses.cpu(), self._config.batch_size)
+        if epoch + 1 < config.epochs:  # while the GPU is busy
+            self._coming = epoch + 1, data.order(len(train), seed=config.seed, epoch=epoch + 1)
+        return _means(losses.cpu(), config.batch_size)
 
 
 def _flat(tensors: Sequence[torch.Tensor]) -> torch.Tensor:

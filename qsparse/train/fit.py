@@ -72,6 +72,7 @@ def fit(
     state: FitState | None = None,
     on_epoch: Callable[[EpochEnd], None] | None = None,
     progress: Callable[[Progress], None] | None = None,
+    make: Callable[..., backends.Backend] = backends.make,
 ) -> list[dict[str, Any]]:
     """Train `model` in place on `dataset.train` and return one dict of metrics for each epoch.
 
@@ -82,6 +83,7 @@ def fit(
     start_epoch: number of epochs already done (0 for a new run); with `state`, and with the weights that stood then,
     the rest of the run is bit for bit what it would have been without the interruption.
     on_epoch: called at the end of each epoch. progress: called every `STEPS_PER_LOOK` steps and at each epoch's end.
+    make: makes the backend, with the arguments of `backends.make`.
 
     Metrics: epoch (from 1), loss (mean over the training images, as they were met), validation_accuracy (fraction;
     None without a validation split), test_accuracy (fraction), seconds and images_per_second of the training alone.
@@ -103,7 +105,7 @@ def fit(
     with torch.no_grad():
         for name, mask in parameter_masks.items():
             parameters[name].masked_fill_(~mask, 0.0)
-    backend = backends.make(model, config, momentum, parameter_masks)
+    backend = make(model, config, momentum, parameter_masks)
 
     for epoch in range(start_epoch, config.epochs):
         with backends.threads_for(config.backend):
@@ -180,8 +182,7 @@ def _looks(
 ) -> Iterator[list[float]]:
     """Take the steps of an epoch, and yield the losses of `STEPS_PER_LOOK` of them at a time."""
     if isinstance(backend, backends.EpochBackend):  # the GPU is left alone until the epoch is over
-        order = data.order(len(train), seed=config.seed, epoch=epoch)
-        for latest in backend.epoch(train, order, rates).split(STEPS_PER_LOOK):
+        for latest in backend.epoch(train, epoch, rates).split(STEPS_PER_LOOK):
             yield latest.tolist()
         return
     losses, looked = torch.empty(len(rates), device=train.images.device), 0

@@ -5,6 +5,7 @@ A backend is timed only where its losses are PyTorch's; the rows say the time of
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -12,7 +13,6 @@ from functools import partial
 from typing import IO, Any
 
 import numpy as np
-import torch
 from rich import box
 from rich.console import Console
 from rich.table import Table
@@ -23,13 +23,14 @@ from qsparse.errors import UserError
 from qsparse.measure import environment
 from qsparse.models import MLP
 from qsparse.timing import percentile
-from qsparse.train import c_backend
+from qsparse.train import backends, c_backend, torch_peers
 from qsparse.train.config import TrainConfig
 from qsparse.train.fit import Progress, fit
 
-PEER = "torch"
-TOLERANCE = 1e-3
-"""How far the mean loss of some steps may lie from PyTorch's, in nats ..."""
+PEERS = {"cpu": "torch", "cuda": "torch_graph"}
+"""PyTorch's rung on each device."""
+TOLERANCES = {"float32": 1e-3, "tf32": 1e-2}
+"""How far the mean loss of some steps may lie from PyTorch's on the CPU, in nats: training amplifies roundings ..."""
 COMPARED_STEPS = 200
 """... in these first steps of a run: later ones drift apart by rounding alone."""
 _WARMUP_BATCHES = 4
@@ -37,7 +38,7 @@ _WARMUP_BATCHES = 4
 
 @dataclass(frozen=True)
 class Ladder:
-    """What was measured: a row for each backend, PyTorch first, and those whose losses are not PyTorch's."""
+    """What was measured: a row for each rung, and those whose losses are not PyTorch's."""
 
     rows: list[dict[str, Any]]
 
@@ -50,86 +51,130 @@ class Ladder:
         return {"rows": self.rows, "wrong": self.wrong}
 
 
+class _EnoughError(Exception):
+    """A run has taken the steps that are compared."""
+
+
 @dataclass
 class _Rung:
     """One backend: its settings, its data, and what its runs gave."""
 
     config: TrainConfig
     dataset: Dataset
+    make: Callable[..., backends.Backend] = backends.make
+    dtype: str = "float32"
     seconds: list[float] = dataclasses.field(default_factory=list)
     losses: list[float] = dataclasses.field(default_factory=list)
     accuracy: float | None = None
 
     def run(self) -> None:
         """Train from the first weights on, and keep the time of each epoch and the losses of the first steps."""
-        losses: list[float] = []
+        self.losses = []
+        metrics = fit(self._model(), self.dataset, self.config, progress=self._keep, make=self.make)
+        self.seconds += [epoch["seconds"] for epoch in metrics]
+        self.accuracy = metrics[-1]["test_accuracy"]
+
+    def compare(self) -> None:
+        """Take the first steps alone, and keep their losses."""
 
         def keep(now: Progress) -> None:
-            if now.epoch == 1 and now.step <= COMPARED_STEPS:
-                losses.append(now.loss)
+            self._keep(now)
+            if now.epoch > 1 or now.step >= COMPARED_STEPS:
+                raise _EnoughError
 
-        metrics = fit(self._model(), self.dataset, self.config, progress=keep)
-        self.seconds += [epoch["seconds"] for epoch in metrics]
-        self.losses, self.accuracy = losses, metrics[-1]["test_accuracy"]
+        self.losses = []
+        with contextlib.suppress(_EnoughError):
+            fit(self._model(), self.dataset, self.config, progress=keep, make=self.make)
+
+    def _keep(self, now: Progress) -> None:
+        if now.epoch == 1 and now.step <= COMPARED_STEPS:
+            self.losses.append(now.loss)
 
     def warm_up(self) -> None:
         """Take a few steps, so that no counted epoch starts threads or compiles a kernel."""
         rows = _WARMUP_BATCHES * self.config.batch_size
         few = Split(self.dataset.train.images[:rows], self.dataset.train.labels[:rows])
-        fit(self._model(), dataclasses.replace(self.dataset, train=few), dataclasses.replace(self.config, epochs=1))
+        dataset, config = dataclasses.replace(self.dataset, train=few), dataclasses.replace(self.config, epochs=1)
+        fit(self._model(), dataset, config, make=self.make)
 
     def _model(self) -> MLP:
         return MLP((784, *self.config.hidden, 10), seed=self.config.seed).to(self.dataset.train.images.device)
 
 
-def runnable(say: Callable[[str], None]) -> dict[str, torch.device]:
-    """Return the backends that this machine runs, each with its device, PyTorch first; say why the others do not."""
-    cpu = torch.device("cpu")
-    found = {PEER: cpu, "numpy": cpu}
-    try:
-        c_backend.load()
-        found["c"] = cpu
-    except UserError as error:
-        say(f"c is left out: {error}")
-    if missing := missing_for_cuda():
-        say(f"cuda is left out: {missing}")
-    else:
-        found["cuda"] = resolve_device("cuda")
+def runnable(device: str, say: Callable[[str], None]) -> list[str]:
+    """Return the rungs that this machine runs on `device` (auto: on any); say why the others do not."""
+    found = []
+    if device != "cuda":
+        found += ["torch", "numpy"]
+        try:
+            c_backend.load()
+            found.append("c")
+        except UserError as error:
+            say(f"c is left out: {error}")
+    missing = missing_for_cuda()
+    if device == "cuda" and missing:
+        raise UserError(f"--device cuda: {missing}")
+    if device != "cpu":
+        if missing:
+            say(f"cuda is left out: {missing}")
+        else:
+            found += ["torch_eager", "torch_graph", "cuda", "cuda_tf32"]
     return found
 
 
-def ladder(dataset: Dataset, config: TrainConfig, *, rounds: int, say: Callable[[str], None]) -> Ladder:
+def _rung(name: str, dataset: Dataset, config: TrainConfig) -> _Rung:
+    """Make a rung; `dataset` is on its device."""
+    device = dataset.train.images.device.type
+    peers = {"torch_eager": torch_peers.EagerTorch, "torch_graph": torch_peers.GraphedTorch}
+    if name in peers:
+        return _Rung(dataclasses.replace(config, backend="torch", device=device), dataset, peers[name], "tf32")
+    if name == "cuda_tf32":
+        return _Rung(
+            dataclasses.replace(config, backend="cuda", device=device, precision="tf32"), dataset, dtype="tf32"
+        )
+    return _Rung(dataclasses.replace(config, backend=name, device=device), dataset)
+
+
+def ladder(
+    dataset: Dataset, config: TrainConfig, *, rounds: int, say: Callable[[str], None], device: str = "auto"
+) -> Ladder:
     """Train `config` by every backend in turn, `rounds` times over, and return a row for each.
 
-    dataset: on the CPU; backends of the GPU get a copy there. config: its backend and device are not looked at.
-    Times are wall-clock times of training an epoch, without the evaluation; a row has their median.
+    dataset: on the CPU; backends of the GPU get a copy there. config: its backend, device and precision are not looked
+    at. device: cpu and cuda leave out what runs on the other; with cuda, PyTorch on the CPU takes the first steps only,
+    for their losses. Times are wall-clock times of training an epoch, without the evaluation; a row has their median.
 
-    Raises UserError when a run diverges.
+    Raises UserError when a run diverges, and for a GPU that is not there.
     """
-    rungs = {
-        name: _Rung(dataclasses.replace(config, backend=name, device=device.type), dataset.to(device))
-        for name, device in runnable(say).items()
-    }
+    names = runnable(device, say)
+    on_gpu = {name for name in names if name.startswith(("torch_", "cuda"))}
+    there = dataset.to(resolve_device("cuda")) if on_gpu else dataset
+    rungs = {name: _rung(name, there if name in on_gpu else dataset, config) for name in names}
     for rung in rungs.values():
         rung.warm_up()
+    reference = rungs.get("torch") or _rung("torch", dataset, config)
+    if "torch" not in rungs:
+        say("the losses of PyTorch on the CPU")
+        reference.compare()
     for number in range(1, rounds + 1):
         for name, rung in rungs.items():  # in turn: a change of clock or load falls on all of them
             say(f"round {number} of {rounds}: {name}")
             rung.run()
-    return Ladder([_row(name, rung, rungs[PEER], rounds) for name, rung in rungs.items()])
+    return Ladder([_row(name, rung, rungs, reference.losses, rounds) for name, rung in rungs.items()])
 
 
-def _row(name: str, rung: _Rung, peer: _Rung, rounds: int) -> dict[str, Any]:
+def _row(name: str, rung: _Rung, rungs: dict[str, _Rung], losses: list[float], rounds: int) -> dict[str, Any]:
     config, images = rung.config, len(rung.dataset.train)
-    error = max(abs(ours - theirs) for ours, theirs in zip(rung.losses, peer.losses, strict=True))
-    right = error < TOLERANCE
+    error = max(abs(ours - theirs) for ours, theirs in zip(rung.losses, losses, strict=True))
+    right = error < TOLERANCES[rung.dtype]
     at = partial(percentile, rung.seconds)
-    peer_s = percentile(peer.seconds, 50)
+    peer = PEERS[config.device]
+    peer_s = percentile(rungs[peer].seconds, 50)
     return {
         "op": "train",
         "backend": name,
         "sizes": [784, *config.hidden, 10],
-        "dtype": "float32",
+        "dtype": rung.dtype,
         "batch_size": config.batch_size,
         "lr": config.lr,
         "momentum": config.momentum,
@@ -145,8 +190,8 @@ def _row(name: str, rung: _Rung, peer: _Rung, rounds: int) -> dict[str, Any]:
         "epoch_s_p10": at(10) if right else None,
         "epoch_s_p90": at(90) if right else None,
         "images_per_s": images / at(50) if right else None,
-        "peer": PEER,
-        "peer_device": peer.config.device,
+        "peer": peer,
+        "peer_device": config.device,
         "peer_s": peer_s,
         "ratio": peer_s / at(50) if right else None,
         "device": config.device,
@@ -179,4 +224,4 @@ def show(rows: list[dict[str, Any]], file: IO[str]) -> None:
     sizes = "-".join(map(str, first["sizes"]))
     print(f"{sizes}, batch {first['batch_size']}, {first['images']:,} images of {first['dataset']}.", file=file)
     print(f"Median wall-clock time of {first['epochs'] * first['rounds']} epochs, the backends in turn.", file=file)
-    print("Ratio: PyTorch's time on the CPU over this; above 1 is faster.", file=file)
+    print("Ratio: time of PyTorch on that device (GPU: torch_graph) over this.", file=file)

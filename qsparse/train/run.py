@@ -269,6 +269,8 @@ def _place(config: TrainConfig, console: Console | None) -> tuple[TrainConfig, t
     if device.type == "cuda" and parallel.size() > 1 and int(os.environ["LOCAL_RANK"]) >= torch.cuda.device_count():
         raise UserError(f"torchrun started more processes than there are GPUs here ({torch.cuda.device_count()})")
     backend = ("cuda" if device.type == "cuda" else "torch") if config.backend == "auto" else config.backend
+    if config.precision != "fp32" and (backend != "cuda" or parallel.size() > 1):
+        raise UserError(f"--precision {config.precision} is for --backend cuda in one process: leave it out")
     if backend == "c":
         c_backend.load()  # compiled, or refused, before a directory is made
     return dataclasses.replace(config, backend=backend, device=device.type), device

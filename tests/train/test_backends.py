@@ -90,10 +90,9 @@ def epoch_losses(config: TrainConfig, train: Split, steps: int) -> torch.Tensor:
     for epoch in range(steps):
         if len(found) >= steps:
             break
-        order = data.order(len(train), seed=config.seed, epoch=epoch)
         count = math.ceil(len(train) / config.batch_size)
         rates = [config.lr * (1 - step / (2 * steps)) for step in range(len(found), len(found) + count)]
-        found = torch.cat([found, backend.epoch(train, order, rates)])
+        found = torch.cat([found, backend.epoch(train, epoch, rates)])
     return found[:steps]
 
 

@@ -8,6 +8,8 @@ import pytest
 from typer.testing import CliRunner
 
 from qsparse import cli, data
+from qsparse.device import missing_for_cuda
+from qsparse.errors import UserError
 from qsparse.train import ladder as rungs
 from qsparse.train import numpy_backend
 from qsparse.train.config import TrainConfig
@@ -84,7 +86,7 @@ def test_without_a_compiler_c_is_left_out_and_said(tmp_path, monkeypatch):
     monkeypatch.setenv("QSPARSE_CACHE", str(tmp_path / "empty"))
     monkeypatch.delenv("CC", raising=False)
     said = []
-    assert list(runnable(said.append)) == ["torch", "numpy"]
+    assert runnable("auto", said.append) == ["torch", "numpy"]
     assert "c is left out: --backend c needs a C compiler" in said[0]
 
 
@@ -95,3 +97,37 @@ def test_the_table_names_the_ratio():
     assert "1.00x" in text.getvalue()
     assert "784-16-10, batch 64, 500 images of mnist-5k." in text.getvalue()
     assert max(map(len, text.getvalue().splitlines())) <= 80
+
+
+@pytest.fixture
+def with_a_gpu(monkeypatch):
+    monkeypatch.setattr(rungs, "missing_for_cuda", missing_for_cuda)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("options", [("--hidden", 16), ("--hidden", 20, "--hidden", 12, "--batch-size", 100)])
+def test_the_rungs_of_a_gpu(with_a_gpu, options):
+    result = climb("--device", "cuda", "--rounds", 1, "--json", *options)
+    assert result.exit_code == 0, result.output
+    rows = json.loads(result.stdout)["rows"]
+    assert [row["backend"] for row in rows] == ["torch_eager", "torch_graph", "cuda", "cuda_tf32"]
+    assert [row["dtype"] for row in rows] == ["tf32", "tf32", "float32", "tf32"]
+    for row in rows:
+        assert (row["device"], row["peer"], row["peer_device"]) == ("cuda", "torch_graph", "cuda")
+        assert row["ratio"] == pytest.approx(rows[1]["epoch_s"] / row["epoch_s"])
+        assert row["accuracy"] == pytest.approx(rows[2]["accuracy"], abs=0.02)
+
+
+def test_a_gpu_that_is_not_there_is_refused():
+    result = climb("--device", "cuda")
+    assert isinstance(result.exception, UserError) or "there is no GPU" in result.output
+
+
+def test_the_first_steps_alone_are_compared_where_pytorch_is_no_rung():
+    reference = rungs._rung("torch", data.load("mnist-5k"), TrainConfig(hidden=(16,), epochs=3, batch_size=16))
+    reference.compare()
+    whole = rungs._rung("torch", data.load("mnist-5k"), TrainConfig(hidden=(16,), epochs=3, batch_size=16))
+    whole.run()
+    assert len(reference.losses) == rungs.COMPARED_STEPS // 50
+    assert reference.losses == whole.losses
+    assert reference.seconds == []
