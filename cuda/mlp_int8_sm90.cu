@@ -53,7 +53,7 @@ struct Network {
     const void* x;
     unsigned* counters;  // one a group, 128 bytes apart, or null for clusters
     int M, layers;
-    int group, rows;  // blocks and rows of a group
+    int group, rows, share;  // blocks of a group, its rows, and those of a block
     int kind;     // of x: 0 float, 1 half, 2 bfloat16
     int aligned;  // four elements of x can be loaded at once
     int act_at;   // where in shared memory this block's quantized rows lie
@@ -73,6 +73,12 @@ __device__ __forceinline__ void copy_wait_all() { asm volatile("cp.async.wait_al
 // Bring bytes, a multiple of 16 at a multiple of 16, into L2.
 __device__ __forceinline__ void bulk_prefetch(const void* from, int bytes) {
     asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(from), "r"(bytes) : "memory");
+}
+
+__device__ __forceinline__ int cluster_id() {
+    int id;
+    asm volatile("mov.u32 %0, %%clusterid.x;" : "=r"(id));
+    return id;
 }
 
 // The two halves of a cluster's barrier, where the first one only says that the block's mbarriers exist.
@@ -206,7 +212,12 @@ __device__ __forceinline__ void quantize_row(const float4 (&v)[WORDS], const Sou
         const int k = 4 * (member + i * TEAM);
         if (k >= bytes) break;
         unsigned four = 0;
-        if (finite) four = packed(by.nearest(v[i].x), by.nearest(v[i].y), by.nearest(v[i].z), by.nearest(v[i].w));
+        if (finite && source.fixed != 0.0f) {
+            four = packed(by.nearest(v[i].x), by.nearest(v[i].y), by.nearest(v[i].z), by.nearest(v[i].w));
+        } else if (finite) {  // nothing lies beyond the row's own maximum
+            auto nearest = [&](float x) { return __float_as_int(by.nearest_unclipped(x)); };
+            four = packed(nearest(v[i].x), nearest(v[i].y), nearest(v[i].z), nearest(v[i].w));
+        }
         *reinterpret_cast<unsigned*>(q + k) = four;
     }
     if (member == 0) *scale = finite ? s : not_a_number();
@@ -319,12 +330,13 @@ __global__ void __launch_bounds__(WM * WN * KS * 32, 1) mlp_int8_sm90(const __gr
     signed char* act = reinterpret_cast<signed char*>(shared + net.act_at);
 
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-    const int rank = blockIdx.x % net.group, last = net.layers - 1;
-    const long long m0 = static_cast<long long>(blockIdx.x / net.group) * net.rows;
+    const bool clustered = !net.counters && net.group > 1;
+    const int rank = clustered ? cluster_rank() : blockIdx.x % net.group, last = net.layers - 1;
+    const int group = clustered ? cluster_id() : blockIdx.x / net.group;
+    unsigned* counter = net.counters ? net.counters + group * 32 : nullptr;
+    const long long m0 = static_cast<long long>(group) * net.rows;
     const int rows = min(static_cast<long long>(net.rows), net.M - m0);
-    const int share = (rows + net.group - 1) / net.group;
-    const int share0 = min(rank * share, rows), share1 = min(share0 + share, rows);
-    unsigned* counter = net.counters ? net.counters + blockIdx.x / net.group * 32 : nullptr;
+    const int share0 = min(rank * net.share, rows), share1 = min(share0 + net.share, rows);
 
     // This block's columns of a layer: [first, first + count).
     auto first_of = [&](int l) { return l == last ? 0 : rank * net.layer[l].slice; };

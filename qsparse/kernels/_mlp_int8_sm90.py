@@ -21,7 +21,7 @@ SHARED = 231_424  # bytes that a block may ask for, less 1 KB for the kernel's o
 LARGEST_CLUSTER = 16
 _ELEMENTS = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
 _LAYER = struct.Struct("@PPPPPPPiiiiiiiii0P")
-_NETWORK = struct.Struct("@PPiiiiiii0P")
+_NETWORK = struct.Struct("@PPiiiiiiii0P")
 _FORMATS = f"{LAYERS * _LAYER.size + _NETWORK.size}s"
 
 
@@ -75,6 +75,7 @@ class Plan:
     config: Config
     group: int  # blocks of a group
     rows: int  # rows of a group
+    share: int  # rows of a block, where blocks share out a group's
     groups: int
     slices: tuple[int, ...]
     lines_at: tuple[int, ...]  # offsets in shared memory: weights, scales of weights, activations
@@ -114,6 +115,7 @@ def plan(sizes: tuple[int, ...], m: int, config: Config, group: int, rows: int |
     if rows > config.rows or (config.mode == "SENT" and not 1 < group <= LARGEST_CLUSTER):
         return None
     groups, held = -(-m // rows), min(m, rows)
+    share = -(-held // group)
     slices = tuple(_up(-(-n // group) if i < last else n, 8) for i, n in enumerate(sizes[1:]))
     leading = tuple(_up(n, 4) if i < last else n for i, n in enumerate(sizes[1:]))
 
@@ -129,7 +131,7 @@ def plan(sizes: tuple[int, ...], m: int, config: Config, group: int, rows: int |
         sent_at.append(at)
         at += 4 * held * width if config.mode == "SENT" and len(sent_at) <= last else 0
     act_at = at = _up(at, 128)
-    act = -(-held // group) * _line(sizes[last])
+    act = share * _line(sizes[last])
     if config.mode != "SHARED":
         act = max([act, *(held * _line(k) for k in sizes[:last])])
     at = _up(at + act, 128)
@@ -154,7 +156,7 @@ def plan(sizes: tuple[int, ...], m: int, config: Config, group: int, rows: int |
         scratch = _up(scratch + (4 * m if config.mode == "SHARED" else 0), 256)
     offsets = (tuple(each) for each in (lines_at, scales_at, sent_at))
     between = (tuple(each) for each in (outputs_at, inputs_at, input_scales_at))
-    return Plan(config, group, rows, groups, slices, *offsets, act_at, at, leading, *between, scratch)
+    return Plan(config, group, rows, share, groups, slices, *offsets, act_at, at, leading, *between, scratch)
 
 
 def choose(sizes: tuple[int, ...], m: int, sms: int) -> Plan | None:
@@ -227,7 +229,7 @@ def launch_mlp(x: torch.Tensor, layers: list[tuple], found: Plan | None = None) 
             )
         )
     aligned = sizes[0] % 4 == 0 and x.data_ptr() % (4 * x.element_size()) == 0
-    shape = (x.shape[0], len(layers), found.group, found.rows)
+    shape = (x.shape[0], len(layers), found.group, found.rows, found.share)
     network = _NETWORK.pack(x.data_ptr(), counters, *shape, _ELEMENTS[x.dtype], aligned, found.act_at)
     launch = prepare(
         *(x.device.index, SOURCE, found.config.instance, _FORMATS),
