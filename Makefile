@@ -1,6 +1,7 @@
 # make            the package in .venv (quick when it is there already)
 # make demo       train, quantize, sparsify, report
 # make test       lint and the whole test suite; GPU tests skip where there is no GPU
+# make docs       the manual, as site/index.html
 # make gpu-test   the tests that need a GPU, with CuPy
 # make clean      forget .venv and the caches of the tools; runs/ stays
 #
@@ -20,14 +21,14 @@ $(error CUDA is cuda or cuda12, not $(CUDA))
 endif
 
 .DEFAULT_GOAL := install
-.PHONY: install demo test gpu-test clean
+.PHONY: install demo test gpu-test docs clean
 
 install: $(VENV)/.installed$(WITH_CUDA)
 
 demo: install
 	$(BIN)/qsparse demo
 
-test: $(VENV)/.installed-test$(WITH_CUDA)
+test: $(VENV)/.installed-test-docs$(WITH_CUDA)
 	$(BIN)/ruff check
 	$(BIN)/ruff format --check
 	$(BIN)/python -m pytest
@@ -35,8 +36,11 @@ test: $(VENV)/.installed-test$(WITH_CUDA)
 gpu-test: $(VENV)/.installed-test-$(or $(CUDA),cuda)
 	$(BIN)/python -m pytest -m gpu
 
+docs: $(VENV)/.installed-docs
+	$(BIN)/mkdocs build --strict --quiet
+
 clean:
-	rm -rf $(VENV) .pytest_cache .ruff_cache .hypothesis build dist
+	rm -rf $(VENV) .pytest_cache .ruff_cache .hypothesis build dist site
 
 # An interrupted `venv` has a python but no pip yet, and making it again mends it: hence the pip.
 $(BIN)/pip:
