@@ -70,7 +70,14 @@ __device__ __forceinline__ void copy_word_async(float* to, const float* from) {
 }
 __device__ __forceinline__ void copy_wait_all() { asm volatile("cp.async.wait_all;" ::: "memory"); }
 
-// Bring bytes, a multiple of 16 at a multiple of 16, into L2.
+// Plain bytes, a multiple of 16 at multiples of 16: to shared memory, where a barrier counts them; and into L2.
+__device__ __forceinline__ void bulk_copy(void* to, const void* from, int bytes, unsigned long long* barrier) {
+    asm volatile(
+        "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(
+            shared_address(to)),
+        "l"(from), "r"(bytes), "r"(shared_address(barrier))
+        : "memory");
+}
 __device__ __forceinline__ void bulk_prefetch(const void* from, int bytes) {
     asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(from), "r"(bytes) : "memory");
 }
@@ -111,7 +118,8 @@ struct Source {
     long long stride;
     int K, kind;
     bool aligned;
-    float fixed;  // their static scale, 0 for absmax / 127
+    float fixed;       // their static scale, 0 for absmax / 127
+    unsigned largest;  // the bits of the largest number that does not make a NaN of the row
 };
 
 // What is rare is not inlined: the code itself comes from memory, and less of it comes sooner.
@@ -184,7 +192,7 @@ __device__ __forceinline__ unsigned largest_of(float4 v) {
 }
 
 // One row by TEAM threads, a warp or the block. Zeros fill up the last piece of its line. A row with NaN or Inf gets a
-// NaN scale and zeros.
+// NaN scale and zeros (between layers with static scales Inf is clipped).
 template <int TEAM, int WORDS>
 __device__ __forceinline__ void quantize_row(const float4 (&v)[WORDS], const Source& source, signed char* q, float* scale,
                                              unsigned* partial) {
@@ -199,7 +207,7 @@ __device__ __forceinline__ void quantize_row(const float4 (&v)[WORDS], const Sou
 #pragma unroll
         for (int i = 0; i < TEAM / 32; ++i) largest = max(largest, partial[i]);
     }
-    const bool finite = largest < 0x7f800000u;
+    const bool kept = largest <= source.largest;
     float s = source.fixed;
     if (s == 0.0f) {
         s = __fdiv_rn(__uint_as_float(largest), 127.0f);
@@ -212,15 +220,15 @@ __device__ __forceinline__ void quantize_row(const float4 (&v)[WORDS], const Sou
         const int k = 4 * (member + i * TEAM);
         if (k >= bytes) break;
         unsigned four = 0;
-        if (finite && source.fixed != 0.0f) {
+        if (kept && source.fixed != 0.0f) {
             four = packed(by.nearest(v[i].x), by.nearest(v[i].y), by.nearest(v[i].z), by.nearest(v[i].w));
-        } else if (finite) {  // nothing lies beyond the row's own maximum
+        } else if (kept) {  // nothing lies beyond the row's own maximum
             auto nearest = [&](float x) { return __float_as_int(by.nearest_unclipped(x)); };
             four = packed(nearest(v[i].x), nearest(v[i].y), nearest(v[i].z), nearest(v[i].w));
         }
         *reinterpret_cast<unsigned*>(q + k) = four;
     }
-    if (member == 0) *scale = finite ? s : not_a_number();
+    if (member == 0) *scale = kept ? s : not_a_number();
 }
 
 // Rows [0, rows) to lines of q and to scales. All threads of the block take part, and need not be in step. The next row
@@ -375,7 +383,7 @@ __global__ void __launch_bounds__(WM * WN * KS * 32, 1) mlp_int8_sm90(const __gr
             if (lane == 0)
 #pragma unroll 1
                 for (int n = warp; n < count; n += THREADS / 32)
-                    bulk_load(to + n * line, w + static_cast<long long>(n) * layer.K, layer.K, &arrived[l]);
+                    bulk_copy(to + n * line, w + static_cast<long long>(n) * layer.K, layer.K, &arrived[l]);
         } else {
 #pragma unroll 1
             for (int n = warp; n < count; n += THREADS / 32)
@@ -420,6 +428,7 @@ __global__ void __launch_bounds__(WM * WN * KS * 32, 1) mlp_int8_sm90(const __gr
             source.kind = net.kind;
             source.aligned = net.aligned;
             source.fixed = layer.scale_x ? *layer.scale_x : 0.0f;
+            source.largest = 0x7f7fffffu;
         } else {
             const Layer& before = net.layer[l - 1];
             source.stride = before.ld * 4;
@@ -428,6 +437,7 @@ __global__ void __launch_bounds__(WM * WN * KS * 32, 1) mlp_int8_sm90(const __gr
             source.kind = 0;
             source.aligned = MODE == SENT || K % 4 == 0;
             source.fixed = fixed_scales[l];
+            source.largest = source.fixed == 0.0f ? 0x7f7fffffu : 0x7f800000u;
         }
         quantize<THREADS>(source, to - from, q, ldq, s, partial);
         copy_wait_all();

@@ -28,7 +28,7 @@ def mlp_int8(x, weights, weight_scales, biases, *, input_scales=None, one_launch
     biases : sequence of (N,) float32 or None
     input_scales : sequence of (1,) float32 or None, optional
         A layer that has one clips its input to 127 of these (static activations) instead of giving each row a scale of
-        its own; a row that holds NaN or Inf still gives NaN.
+        its own. A row of ``x`` that holds NaN or Inf still gives NaN; what overflows in between is clipped too.
     one_launch : bool, optional
         On a GPU, True demands the kernel that computes all layers at once, False the chain; None takes what is faster.
 
@@ -100,8 +100,22 @@ def _check_layers(x, weights, weight_scales, biases, input_scales) -> None:
 
 
 def _chain(x, layers):
-    """The layers one after the other."""
-    for i, (w, scale_w, bias, scale) in enumerate(layers):
-        q, scale_x = quantize_rows(x, scale)
-        x = gemm_int8(q, w, scale_x, scale_w, bias, relu=i < len(layers) - 1)
-    return x
+    """The layers one after the other; what goes into a layer with a static scale leaves the one before as int8."""
+    q, scale_x = quantize_rows(x, layers[0][3])
+    lost = scale_x  # NaN for the rows that held NaN or Inf, which int8 cannot hold
+    following = [scale for *_, scale in layers[1:]]
+    for (w, scale_w, bias, _), after in zip(layers[:-1], following, strict=True):
+        if after is None:
+            x = gemm_int8(q, w, _without(lost, scale_x), scale_w, bias, relu=True)
+            q, scale_x = quantize_rows(x)
+            lost = scale_x
+        else:
+            q = gemm_int8(q, w, scale_x, scale_w, bias, relu=True, out_dtype=torch.int8, scale_y=after)
+            scale_x = after
+    w, scale_w, bias, _ = layers[-1]
+    return gemm_int8(q, w, _without(lost, scale_x), scale_w, bias)
+
+
+def _without(lost, scale_x):
+    """The scale of each row, NaN for those that are lost."""
+    return scale_x if scale_x is lost else torch.add(scale_x, lost, alpha=0)

@@ -95,12 +95,16 @@ def test_case_9_special_rows(device, m, static, normal, network, assert_same_bit
     assert_same_bits(y, expected(x, arrays, input_scales))
 
 
-def test_a_hidden_value_that_overflows_is_lost_as_in_the_chain(device, normal, network, assert_same_bits):
-    (weights, scales, biases), _ = network((32, 40, 3), device)
+@pytest.mark.parametrize("static", [(), (1,), (0, 1), (1, 2), (2,)])
+def test_what_overflows_in_between_is_lost_or_clipped(device, static, normal, network, assert_same_bits):
+    (weights, scales, biases), input_scales = network((32, 40, 30, 3), device, static)
     biases[0][37] = INF
-    x = normal(2, 32, device=device)
-    y = kernels.mlp_int8(x, weights, scales, biases)
-    assert y.isnan().all()
+    x = normal(5, 32, device=device)
+    x[3, 7] = NAN
+    y = kernels.mlp_int8(x, weights, scales, biases, input_scales=input_scales)
+    assert y[3].isnan().all()
+    assert y.isnan().any(1).sum() == (1 if 1 in static else 5)
+    assert_same_bits(y, expected(x, (weights, scales, biases), input_scales))
 
 
 def test_extreme_scales(device, normal, network, assert_same_bits):
