@@ -5,12 +5,13 @@ Not a test by itself (pytest does not collect it): the sanitizer watches, and wh
 
 from __future__ import annotations
 
+import itertools
 import sys
 
 import torch
 
 from qsparse import kernels
-from qsparse.kernels import _gemm_sm90, _load
+from qsparse.kernels import _gemm_sm90, _load, _mlp_int8_sm90
 
 DEVICE = torch.device("cuda", 0)
 
@@ -70,6 +71,20 @@ def weight_only() -> None:
                 kernels.gemm_weight_only(x, packed, normal(n, -(-k // 64)), group=64)
 
 
+def networks() -> None:
+    for sizes, m in (((784, 256, 10), 40), ((61, 130, 5, 3), 7), ((100, 10), 20)):
+        quantized = [kernels.quantize_rows(normal(n, k)) for k, n in itertools.pairwise(sizes)]
+        weights, scales = zip(*quantized, strict=True)
+        biases, x = [normal(n) for n in sizes[1:]], normal(m, sizes[0])
+        kernels.mlp_int8(x, weights, scales, biases)
+        if kernels.mlp_int8.tier(DEVICE) == "sm90":
+            layers = list(zip(weights, scales, biases, [None] * len(biases), strict=True))
+            for config, group in itertools.product(_mlp_int8_sm90.CONFIGS, (1, 4, 24)):
+                plan = _mlp_int8_sm90.plan(sizes, m, config, group)
+                if plan and plan.groups * group <= 132:
+                    _mlp_int8_sm90.launch_mlp(x, layers, plan)
+
+
 def sparse() -> None:
     w = normal(37, 50) * (torch.rand(37, 50, device=DEVICE) < 0.2)
     csr = w.to_sparse_csr()
@@ -88,7 +103,7 @@ def training() -> None:
 
 def main() -> int:
     with _load.launched() as launches:
-        for part in (dense, quantized, weight_only, sparse, training):
+        for part in (dense, quantized, weight_only, networks, sparse, training):
             part()
         torch.cuda.synchronize()
     print(f"{len(launches)} launches of {len({launch.partition(':')[0] for launch in launches})} sources")
