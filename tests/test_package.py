@@ -17,7 +17,7 @@ import qsparse
 
 ROOT = Path(__file__).parents[1]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
-HEAVY = ("torch", "torchvision", "cupy", "scipy", "matplotlib", "numpy", "mlxtend")
+HEAVY = ("torch", "torchvision", "cupy", "scipy", "matplotlib", "numpy", "mlxtend", "optuna", "plotly")
 
 
 def run(*command: str | Path, **options) -> subprocess.CompletedProcess[str]:
@@ -139,7 +139,7 @@ def test_heavy_packages_wait_for_the_command_that_needs_them(code, arguments):
 
 @pytest.mark.parametrize(
     ("arguments", "installed"),
-    [("install", "."), ("demo CUDA=cuda", "'.[cuda]'"), ("test CUDA=cuda12", "'.[test,cuda12]'"),
+    [("install", "."), ("demo CUDA=cuda", "'.[cuda]'"), ("test CUDA=cuda12", "'.[test,docs,cuda12]'"),
      ("gpu-test", "'.[test,cuda]'"), ("gpu-test CUDA=cuda12", "'.[test,cuda12]'")],
 )  # fmt: skip
 def test_make_brings_cupy_where_it_is_asked_to(tmp_path, arguments, installed):

@@ -10,8 +10,10 @@ from pathlib import Path
 
 import pytest
 import typer
+from typer.testing import CliRunner
 
 from qsparse import cli, compress, measure
+from qsparse.search import study
 from qsparse.train.config import TrainConfig
 from qsparse.train.run import train
 
@@ -56,6 +58,32 @@ def test_a_command_parses(line):
         command = command.commands[arguments.pop(0)]
     assert not hasattr(command, "commands"), f"{line} names no command"
     command.make_context(line, arguments)
+
+
+SWEEP = """
+train = {hidden = 8, epochs = 1, data = "mnist-5k"}
+quantize = {dtype = "int8"}
+measure = {batches = [1], budget_s = 0.001}
+"""
+# Long for a test, and run by their own: see tests/bench and tests/test_cli.py.
+ELSEWHERE = ("qsparse bench", "qsparse demo", "qsparse ladder")
+
+
+def test_the_commands_run_one_after_the_other(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    Path("sweep.toml").write_text(SWEEP)
+
+    def hurried(*arguments, budget_s=None, **options):
+        return measured(*arguments, **{**options, "batches": (1, 1024), "budget_s": 0.001})
+
+    measured = measure.measure
+    for module in (measure, compress, study):
+        monkeypatch.setattr(module, "measure", hurried)
+    lines = [line for line in dict.fromkeys(COMMANDS) if not line.startswith(ELSEWHERE)]
+    assert len(lines) > 8
+    for line in lines:
+        result = CliRunner().invoke(cli.app, shlex.split(line)[1:])
+        assert result.exit_code == 0, f"{line}: {result.output} {result.exception!r}"
 
 
 def test_every_command_is_shown():
