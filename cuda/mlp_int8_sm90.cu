@@ -297,23 +297,31 @@ __device__ __forceinline__ void load_rows(Rows<MW>& r, const signed char* a, int
     }
 }
 
-// d += a · bᵀ over pieces first, first + step, ...; b has `tiles` tiles of 8 lines.
-template <int MW, int NT, bool LOCAL>
+// d += a · bᵀ over pieces first, first + step, ...; b has `tiles` tiles of 8 lines, and what is computed of others is for
+// nothing: without branches loads and products overlap. DEPTH pieces of `a` are on their way.
+template <int MW, int NT, int DEPTH, bool LOCAL>
 __device__ __forceinline__ void multiply(int (&d)[MW][NT][4], const signed char* a, int lda, int rows,
                                          const signed char* b, int ldb, int tiles, int pieces, int first, int step) {
     const int g = threadIdx.x % 32 / 4, t = threadIdx.x % 4;
     a += t * 16;
     b += g * ldb + t * 16;
-    Rows<MW> next;
-    if (first < pieces) load_rows<MW, LOCAL>(next, a + first * PIECE, lda, rows);
+    int tile[NT];
+#pragma unroll
+    for (int j = 0; j < NT; ++j) tile[j] = min(j, tiles - 1) * 8 * ldb;
+    Rows<MW> coming[DEPTH];
+#pragma unroll
+    for (int i = 0; i < DEPTH; ++i)
+        if (first + i * step < pieces) load_rows<MW, LOCAL>(coming[i], a + (first + i * step) * PIECE, lda, rows);
 #pragma unroll 1
     for (int p = first; p < pieces; p += step) {
-        const Rows<MW> now = next;
-        if (p + step < pieces) load_rows<MW, LOCAL>(next, a + (p + step) * PIECE, lda, rows);
+        const Rows<MW> now = coming[0];
+#pragma unroll
+        for (int i = 1; i < DEPTH; ++i) coming[i - 1] = coming[i];
+        const int after = p + DEPTH * step;
+        if (after < pieces) load_rows<MW, LOCAL>(coming[DEPTH - 1], a + after * PIECE, lda, rows);
 #pragma unroll
         for (int j = 0; j < NT; ++j) {
-            if (j >= tiles) break;
-            const uint4 w = *reinterpret_cast<const uint4*>(b + j * 8 * ldb + p * PIECE);
+            const uint4 w = *reinterpret_cast<const uint4*>(b + tile[j] + p * PIECE);
 #pragma unroll
             for (int i = 0; i < MW; ++i) {
                 mma(d[i][j], now.low[i].x, now.high[i].x, now.low[i].y, now.high[i].y, w.x, w.y);
@@ -328,6 +336,7 @@ __device__ __forceinline__ void multiply(int (&d)[MW][NT][4], const signed char*
 template <int MW, int NT, int WM, int WN, int KS, Mode MODE>
 __global__ void __launch_bounds__(WM * WN * KS * 32, 1) mlp_int8_sm90(const __grid_constant__ Network net) {
     constexpr int THREADS = WM * WN * KS * 32, BM = WM * MW * 16, BN = WN * NT * 8, TILE_LD = BN + 8;
+    constexpr int DEPTH = THREADS > 256 || MW * NT > 16 ? 1 : MW * NT > 8 ? 2 : 3;  // as registers allow
     static_assert(MODE != SENT || KS > 1, "what is sent is sent from the tile");
     extern __shared__ __align__(128) unsigned char shared[];
     __shared__ unsigned long long arrived[LAYERS], received[LAYERS];  // weights; outputs of a layer
@@ -466,9 +475,9 @@ __global__ void __launch_bounds__(WM * WN * KS * 32, 1) mlp_int8_sm90(const __gr
             int d[MW][NT][4] = {};
             if (wm < m_rows && tiles > 0) {
                 if (local)
-                    multiply<MW, NT, true>(d, act + wm * line, line, m_rows - wm, b, line, tiles, pieces, ks, KS);
+                    multiply<MW, NT, 1, true>(d, act + wm * line, line, m_rows - wm, b, line, tiles, pieces, ks, KS);
                 else
-                    multiply<MW, NT, false>(d, layer.q + (m0 + wm) * (pieces * PIECE), pieces * PIECE, 0, b, line, tiles,
+                    multiply<MW, NT, DEPTH, false>(d, layer.q + (m0 + wm) * (pieces * PIECE), pieces * PIECE, 0, b, line, tiles,
                                             pieces, ks, KS);
             }
             const int g = lane / 4, t = lane % 4;
