@@ -23,7 +23,7 @@ constexpr int PLAN_BLOCK = 1024;
 // --- the plan -------------------------------------------------------------------------------------------------------
 
 // A virtual row: the row n of W, where in `partial` its sums go (-1: to y), and the entries [begin, end) that the slabs
-// leave over: a row's last ones where they fill no group, all of a row whose columns do not ascend.
+// leave over: all of a row whose columns do not ascend.
 struct Part {
     int n, slot, begin, end;
 };
@@ -74,12 +74,12 @@ template <typename I> __device__ int first_not_below(const I* cols, int begin, i
     return begin;
 }
 
-// A warp a row: segments[slab * stride + virtual row], and what is left over.
+// A warp a row: its segments, at [slab * stride + virtual row], and what they leave over.
 template <typename I>
 __global__ void __launch_bounds__(PLAN_BLOCK)
 spmm_csr_segments(const I* __restrict__ cols, const int* __restrict__ row_offsets, const int* __restrict__ first,
                   Part* __restrict__ parts, Segment* __restrict__ segments, long long N, int slabs, int width,
-                  long long stride, int grouped) {
+                  long long stride) {
     const long long n = static_cast<long long>(blockIdx.x) * (PLAN_BLOCK / WARP) + threadIdx.x / WARP;
     if (n >= N) return;
     const int lane = threadIdx.x % WARP;
@@ -89,7 +89,7 @@ spmm_csr_segments(const I* __restrict__ cols, const int* __restrict__ row_offset
     const bool ascending = !__any_sync(~0u, falls);
     const int v0 = first[n], count = first[n + 1] - v0;
     for (int p = lane; p < count; p += WARP) {
-        const int from = ascending ? max(min(end, grouped), begin) : begin;
+        const int from = ascending ? end : begin;
         const auto cut = [&](int part) { return from + static_cast<int>(static_cast<long long>(end - from) * part / count); };
         parts[v0 + p].begin = cut(p);
         parts[v0 + p].end = cut(p + 1);
@@ -99,7 +99,6 @@ spmm_csr_segments(const I* __restrict__ cols, const int* __restrict__ row_offset
         if (ascending) {
             from = first_not_below(cols, begin, end, static_cast<long long>(s) * width);
             to = first_not_below(cols, from, end, static_cast<long long>(s + 1) * width);
-            from = min(from, grouped), to = min(to, grouped);
         }
         for (int p = 0; p < count; ++p) {
             const auto cut = [&](int part) { return from + static_cast<int>(static_cast<long long>(to - from) * part / count); };
@@ -134,9 +133,10 @@ spmm_csr_tiles(const __grid_constant__ Matrix<T> x, const T* __restrict__ values
                const __grid_constant__ Weights w, const __grid_constant__ Output<T> y, int row_blocks, int block_rows,
                int stages) {
     using L = Lane<T, V>;
-    extern __shared__ __align__(128) char shared[];
+    extern __shared__ __align__(1024) char shared[];  // a line's address has no bits in common with a piece's place in it
     __shared__ unsigned long long full[4], empty[4];
     __shared__ Part parts[CONSUMERS * R];
+    __shared__ __align__(16) Entry chunks[CONSUMERS][2][WARP];
 
     const int lane = threadIdx.x % WARP, warp = threadIdx.x / WARP;
     const int v0 = blockIdx.x % row_blocks * block_rows;
@@ -144,17 +144,16 @@ spmm_csr_tiles(const __grid_constant__ Matrix<T> x, const T* __restrict__ values
     const int rows = min(block_rows, w.first[w.N] - v0);
     if (rows <= 0) return;
     const int slab_bytes = w.width * L::LINE;
-    const int grouped = w.nnz / GROUP * GROUP;
 
     bool stored = false, left_over = false;
     if (static_cast<int>(threadIdx.x) < rows) {
         const Part part = w.parts[v0 + threadIdx.x];
         parts[threadIdx.x] = part;
-        stored = w.row_offsets[part.n] < min(w.row_offsets[part.n + 1], grouped);
+        stored = w.row_offsets[part.n] < w.row_offsets[part.n + 1];
         left_over = part.begin < part.end;
     }
     if (threadIdx.x < stages) {
-        pipe_init(&full[threadIdx.x], PRODUCERS);
+        pipe_init(&full[threadIdx.x], PRODUCERS * WARP);
         pipe_init(&empty[threadIdx.x], CONSUMERS);
     }
     const int slabs = __syncthreads_or(stored) ? w.slabs : 0;
@@ -162,7 +161,7 @@ spmm_csr_tiles(const __grid_constant__ Matrix<T> x, const T* __restrict__ values
 
     float* const tile = reinterpret_cast<float*>(shared);  // of outputs: [virtual row][m], once the slabs are done with
     constexpr int PITCH = L::BATCH + 1;
-    constexpr int AT_ONCE = GROUP;  // pieces of lines in registers
+    constexpr int AT_ONCE = V * sizeof(T) > 16 ? 2 : 4;  // pieces of lines in registers
 
     if (warp >= CONSUMERS) {
         for (int s = 0; s < slabs; ++s) {
@@ -170,8 +169,9 @@ spmm_csr_tiles(const __grid_constant__ Matrix<T> x, const T* __restrict__ values
             if (s >= stages) pipe_wait(&empty[stage], (s / stages - 1) & 1);
             const long long k0 = static_cast<long long>(s) * w.width;
             const int width = static_cast<int>(min(static_cast<long long>(w.width), w.K - k0));
-            fill_slab<T, V, PRODUCERS>(shared + stage * slab_bytes, x, m0, k0, width, warp - CONSUMERS, lane);
-            pipe_arrive(&full[stage], lane);
+            const bool copies =
+                fill_slab<T, V, PRODUCERS>(shared + stage * slab_bytes, x, m0, k0, width, warp - CONSUMERS, lane);
+            pipe_arrive_thread(&full[stage], copies);
         }
         __syncthreads();
     } else {
@@ -179,59 +179,70 @@ spmm_csr_tiles(const __grid_constant__ Matrix<T> x, const T* __restrict__ values
         const int count = rows * (warp + 1) / CONSUMERS - mine;
         const Segment* segments = w.segments + v0 + mine + lane;
         const I* cols = static_cast<const I*>(w.cols);
-        const unsigned piece = shared_address(shared) + lane * L::BYTES;
-        const int last_group = grouped - GROUP;
+        const unsigned piece = lane * L::BYTES;
         const Segment nothing = {0, 0};
 
         float sums[R][V] = {};
         Segment segment = lane < count && slabs ? segments[0] : nothing;
-        typename Four<T>::type four_values = {};  // of the next group to be added
-        typename Four<I>::type four_cols = {};
-        const auto load = [&](int i) { four_values = four(values + i), four_cols = four(cols + i); };
-        if (slabs) load(min(__shfl_sync(~0u, segment.begin, 0), last_group) & -GROUP);
+        // A lane's entry of the chunk that comes next; its chunk is the first of the next row, or follows in the row.
+        T value = from_float<T>(0.0f);
+        int col = 0;
+        const auto load = [&](int begin, int end) {
+            if (begin + lane < end) value = values[begin + lane], col = static_cast<int>(cols[begin + lane]);
+        };
+        load(__shfl_sync(~0u, segment.begin, 0), __shfl_sync(~0u, segment.end, 0));
+        int turns = 0;  // chunks take turns in two places
 
-#pragma unroll 1
         for (int s = 0; s < slabs; ++s) {
             const int stage = s % stages, k0 = s * w.width;
             Segment next = nothing;
             if (s + 1 < slabs && lane < count) next = segments[(s + 1) * w.stride];
             pipe_wait(&full[stage], (s / stages) & 1);
-            // column k's line lies at k * LINE from here, the lane's piece of it turned by k
-            const unsigned place = piece + stage * slab_bytes - static_cast<unsigned>(k0) * L::LINE;
+            const unsigned slab = shared_address(shared) + stage * slab_bytes - static_cast<unsigned>(k0) * L::LINE;
 #pragma unroll
             for (int r = 0; r < R; ++r) {
                 if (r >= count) continue;
-                const int begin = __shfl_sync(~0u, segment.begin, r), end = __shfl_sync(~0u, segment.end, r);
-                // the group after this row's is the next row's first
-                int after = __shfl_sync(~0u, r + 1 < count ? segment.begin : next.begin, r + 1 < count ? r + 1 : 0);
-                after = min(after, last_group) & -GROUP;
+                int begin = __shfl_sync(~0u, segment.begin, r);
+                const int end = __shfl_sync(~0u, segment.end, r);
+                const bool more = r + 1 < count;
+                const int next_begin = __shfl_sync(~0u, more ? segment.begin : next.begin, more ? r + 1 : 0);
+                const int next_end = __shfl_sync(~0u, more ? segment.end : next.end, more ? r + 1 : 0);
                 if (begin >= end) {
-                    load(after);
+                    load(next_begin, next_end);
                     continue;
                 }
-                int i = begin & -GROUP;
 #pragma unroll 1
                 do {
-                    float factors[GROUP];
-                    unpack<T>(factors, four_values);
-                    const int columns[GROUP] = {static_cast<int>(four_cols.x), static_cast<int>(four_cols.y),
-                                                static_cast<int>(four_cols.z), static_cast<int>(four_cols.w)};
-                    load(i + GROUP < end ? i + GROUP : after);
-#pragma unroll
-                    for (int j0 = 0; j0 < GROUP; j0 += AT_ONCE) {
+                    Entry* const chunk = chunks[warp][turns++ % 2];
+                    chunk[lane] = {to_float(value), slab + static_cast<unsigned>(col) * L::LINE + turn<T>(col)};
+                    __syncwarp();
+                    const int here = min(end - begin, WARP);
+                    begin += here;
+                    load(begin < end ? begin : next_begin, begin < end ? end : next_end);
+                    unsigned at = shared_address(chunk);
+                    int left = here;
+#pragma unroll 1
+                    for (; left >= AT_ONCE; left -= AT_ONCE) {
+                        Entry entries[AT_ONCE / 2][2];
                         Piece<T, V> pieces[AT_ONCE];
-                        bool wanted[AT_ONCE];
 #pragma unroll
-                        for (int j = 0; j < AT_ONCE; ++j) {
-                            const unsigned k = columns[j0 + j];
-                            wanted[j] = i + j0 + j >= begin && i + j0 + j < end;
-                            pieces[j].load(k * L::LINE + (turn<T>(k) ^ place), wanted[j]);
-                        }
+                        for (int j = 0; j < AT_ONCE; j += 2) load_entries(entries[j / 2], at + j * sizeof(Entry));
 #pragma unroll
-                        for (int j = 0; j < AT_ONCE; ++j) pieces[j].add_to(sums[r], factors[j0 + j], wanted[j]);
+                        for (int j = 0; j < AT_ONCE; ++j) pieces[j].load(entries[j / 2][j % 2].line ^ piece);
+#pragma unroll
+                        for (int j = 0; j < AT_ONCE; ++j) pieces[j].add_to(sums[r], entries[j / 2][j % 2].value);
+                        at += AT_ONCE * sizeof(Entry);
                     }
-                    i += GROUP;
-                } while (i < end);
+#pragma unroll 1
+                    for (; left > 0; --left) {
+                        unsigned entry[2];
+                        load_words(entry, at);
+                        Piece<T, V> one;
+                        one.load(entry[1] ^ piece);
+                        one.add_to(sums[r], __uint_as_float(entry[0]));
+                        at += sizeof(Entry);
+                    }
+                } while (begin < end);
             }
             pipe_arrive(&empty[stage], lane);
             segment = next;

@@ -12,7 +12,7 @@
 constexpr int WARPS = 16;
 constexpr int THREADS = WARPS * WARP;
 constexpr int LONG = 2048;
-constexpr int UNROLL = 4;  // entries of a lane in flight
+constexpr int AHEAD = 7;  // entries that a lane reads before it needs them
 
 // Where column k's values begin, in elements; for lines of 32 bytes, the halves of every second four lines swap, so that
 // any 8 lines spread over all banks.
@@ -51,6 +51,22 @@ template <int MB> __device__ __forceinline__ float add_lanes(float (&sums)[MB], 
     return sums[0];
 }
 
+// Some entries of a lane, `step` apart; beyond the end of the row they lie in no column.
+template <typename T> struct Entries {
+    T values[AHEAD];
+    unsigned cols[AHEAD];
+
+    template <typename I>
+    __device__ __forceinline__ void load(const T* all_values, const I* all_cols, int from, int end, int step) {
+#pragma unroll
+        for (int u = 0; u < AHEAD; ++u) {
+            const bool there = from + u * step < end;
+            values[u] = there ? all_values[from + u * step] : from_float<T>(0.0f);
+            cols[u] = there ? static_cast<unsigned>(all_cols[from + u * step]) : ~0u;
+        }
+    }
+};
+
 template <typename T, typename I, int MB>
 __global__ void __launch_bounds__(THREADS, 1)
 spmm_csr_small(const T* __restrict__ x, long long x_m, long long x_k, const T* __restrict__ values,
@@ -70,6 +86,9 @@ spmm_csr_small(const T* __restrict__ x, long long x_m, long long x_k, const T* _
     const int batch = static_cast<int>(min(static_cast<long long>(MB), M - m0));
 
     for (int i = threadIdx.x; i < rows * MB; i += THREADS) sums_of_rows[i] = 0.0f;
+    Entries<T> first;  // of the warp's first row: on their way while x is
+    const long long first_row = n0 + min(warp, rows - 1);
+    first.load(values, cols, row_offsets[first_row] + lane, row_offsets[first_row + 1], WARP);
     for (long long k0 = 0; k0 < K; k0 += width) {
         const int here = static_cast<int>(min(static_cast<long long>(width), K - k0));
         __syncthreads();
@@ -89,20 +108,17 @@ spmm_csr_small(const T* __restrict__ x, long long x_m, long long x_k, const T* _
         }
         __syncthreads();
 
-        // Entries from `from` on, every `step`-th, of this chunk's columns.
-        const auto add_entries = [&](float (&sums)[MB], int from, int end, int step) {
-            for (int i = from; i < end; i += UNROLL * step) {
-                T value[UNROLL];
-                unsigned k[UNROLL];
+        // Entries from `from` on, every `step`-th, of this chunk's columns; the first AHEAD are read already.
+        const auto add_entries = [&](float (&sums)[MB], Entries<T> now, int from, int end, int step) {
+            for (int i = from; i < end; i += AHEAD * step) {
+                Entries<T> next;
+                next.load(values, cols, i + AHEAD * step, end, step);
 #pragma unroll
-                for (int u = 0; u < UNROLL; ++u) {
-                    const bool there = i + u * step < end;
-                    k[u] = there ? cols[i + u * step] - static_cast<unsigned>(k0) : ~0u;
-                    if (there) value[u] = values[i + u * step];
+                for (int u = 0; u < AHEAD; ++u) {
+                    const unsigned k = now.cols[u] - static_cast<unsigned>(k0);
+                    if (k < here) add_column<T, MB>(sums, columns, k, to_float(now.values[u]));
                 }
-#pragma unroll
-                for (int u = 0; u < UNROLL; ++u)
-                    if (k[u] < here) add_column<T, MB>(sums, columns, k[u], to_float(value[u]));
+                now = next;
             }
         };
         bool any_long = false;
@@ -113,7 +129,8 @@ spmm_csr_small(const T* __restrict__ x, long long x_m, long long x_k, const T* _
                 continue;
             }
             float sums[MB] = {};
-            add_entries(sums, begin + lane, end, WARP);
+            if (r >= WARPS || k0) first.load(values, cols, begin + lane, end, WARP);
+            add_entries(sums, first, begin + lane, end, WARP);
             const float sum = add_lanes<MB>(sums, lane);
             if (lane % (WARP / MB) == 0) sums_of_rows[r * MB + lane / (WARP / MB)] += sum;
         }
@@ -122,7 +139,9 @@ spmm_csr_small(const T* __restrict__ x, long long x_m, long long x_k, const T* _
             const int begin = row_offsets[n0 + r], end = row_offsets[n0 + r + 1];
             if (end - begin <= LONG) continue;  // for all threads alike
             float sums[MB] = {};
-            add_entries(sums, begin + threadIdx.x, end, THREADS);
+            Entries<T> now;
+            now.load(values, cols, begin + threadIdx.x, end, THREADS);
+            add_entries(sums, now, begin + threadIdx.x, end, THREADS);
             const float sum = add_lanes<MB>(sums, lane);
             if (lane % (WARP / MB) == 0) sums_of_warps[warp][lane / (WARP / MB)] = sum;
             __syncthreads();

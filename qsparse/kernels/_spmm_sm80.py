@@ -19,8 +19,8 @@ TILES_SOURCE, SMALL_SOURCE = "spmm_csr_sm80.cu", "spmm_csr_small_sm80.cu"
 INDICES = {torch.int32: "int", torch.uint16: "unsigned short"}
 SMALL_M = 16  # up to here what takes time is reading W's entries
 _BATCHES = (1, 4, 8)  # rows of x that a block of the small kernel may hold
-_CONSUMERS, _WARPS, _GROUP, _PLAN_BLOCK, _SMALL_BLOCK = 12, 16, 4, 1024, 512
-_STATIC_SHARED = 4096  # bytes that the kernels declare themselves, at most
+_CONSUMERS, _WARPS, _PLAN_BLOCK, _SMALL_BLOCK = 12, 16, 1024, 512
+_STATIC_SHARED = 12288  # bytes that the kernels declare themselves, at most
 _MOST_STAGES = 4
 _LONGEST_PART = 512  # a row of up to so many entries, or four times the mean, stays in one piece
 _MOST_SMALL_ROWS = 1024
@@ -62,7 +62,7 @@ def instances() -> dict[str, tuple[str, ...]]:
     return {TILES_SOURCE: (*plans, *joins, *tiles), SMALL_SOURCE: tuple(small)}
 
 
-_SHAPES = ((2, 16), (4, 16), (8, 7))  # (v, r)
+_SHAPES = ((2, 16), (4, 16), (8, 8))  # (v, r)
 
 
 @functools.cache
@@ -137,8 +137,8 @@ class Plan:
             self.cols.device,
             TILES_SOURCE,
             f"spmm_csr_segments<{INDICES[self.cols.dtype]}>",
-            "PPPPPqiiqi",
-            (*(a.data_ptr() for a in arguments), self.n, slabs, width, self.most_parts, self.nnz // _GROUP * _GROUP),
+            "PPPPPqiiq",
+            (*(a.data_ptr() for a in arguments), self.n, slabs, width, self.most_parts),
             grid=-(-self.n // (_PLAN_BLOCK // 32)),
             block=_PLAN_BLOCK,
         )
@@ -161,7 +161,7 @@ def spmm(x, values, cols, row_offsets, bias, n: int, relu: bool, columns: bool, 
     y = y.t() if columns else y
     if not y.numel():
         return y
-    if m <= SMALL_M or values.numel() < _GROUP or not k:
+    if m <= SMALL_M or not values.numel() or not k:
         _small(x, values, cols, row_offsets, bias, y, relu)
     else:
         _tiles(x, values, cols, row_offsets, bias, y, relu, plan)
@@ -207,8 +207,7 @@ def run_tile(tile: Tile, rows: int, x, values, cols, row_offsets, bias, y, relu:
     device, itemsize = x.device, x.element_size()
     plan = plan or Plan(cols, row_offsets, (n, k), (tile.width,), look=False)
     x, k_major, stride = matrix(x)
-    wide = x.data_ptr() % 16 == 0 and stride * itemsize % 16 == 0
-    values, cols = _aligned(values), _aligned(cols)
+    wide = not (x.data_ptr() % 16 or stride * itemsize % 16 or (k if k_major else m) * itemsize % 16)
     slots = 0 if plan.splits is False else 2 * (nnz // plan.limit)
     partial = torch.empty((slots, m), dtype=torch.float32, device=device)
     arrays = (cols, row_offsets, plan.segments(tile.width), plan.parts, plan.first)
@@ -239,8 +238,3 @@ def run_tile(tile: Tile, rows: int, x, values, cols, row_offsets, bias, y, relu:
             grid=min(n, _PLAN_BLOCK),
             block=_PLAN_BLOCK,
         )
-
-
-def _aligned(value: torch.Tensor) -> torch.Tensor:
-    """The array, or a copy of it, on a multiple of 16 bytes."""
-    return value if value.data_ptr() % 16 == 0 else value.clone()
