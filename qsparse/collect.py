@@ -99,7 +99,9 @@ def _rows_of(run: Path) -> tuple[list[dict[str, Any]], list[dict[str, Any]], int
     """The rows of models and of kernels in a place, and how many cells of a sweep failed there."""
     file = run if run.is_file() else run / checkpoint.ROWS
     is_run = (run / checkpoint.CONFIG).is_file()
-    models, kernels, failed = [], [], 0
+    models: list[dict[str, Any]] = []
+    kernels: list[dict[str, Any]] = []
+    failed = 0
     for number, row in enumerate(checkpoint.read_rows(run), start=1):
         if "error" in row and "cell" in row:
             failed += 1

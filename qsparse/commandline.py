@@ -9,7 +9,7 @@ import enum
 import json
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, cast
 
 import typer
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 def choices(name: str, *values: str) -> type[enum.StrEnum]:
     """The type of an option that takes one of `values`."""
-    return enum.StrEnum(name, {value.replace("-", "_"): value for value in values})
+    return cast(type[enum.StrEnum], enum.StrEnum(name, {value.replace("-", "_"): value for value in values}))
 
 
 class Device(enum.StrEnum):

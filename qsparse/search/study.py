@@ -20,6 +20,7 @@ from typing import Any
 import optuna
 import sqlalchemy.exc
 import torch
+from optuna.study import StudyDirection
 from optuna.trial import FrozenTrial, TrialState
 from rich.console import Console
 
@@ -36,7 +37,7 @@ from qsparse.train.progress import say
 from qsparse.train.run import load_dataset, read_train_config
 
 BASELINE = "baseline"
-_DIRECTIONS = ("maximize", "minimize", "minimize")
+_DIRECTIONS = (StudyDirection.MAXIMIZE, StudyDirection.MINIMIZE, StudyDirection.MINIMIZE)
 _ENDED = (TrialState.COMPLETE, TrialState.FAIL)
 _HEARTBEAT_S = 30
 _ATTEMPTS = 5
@@ -279,7 +280,7 @@ def _variant(trial: FrozenTrial) -> str:
 
 def _front(best: Sequence[FrozenTrial]) -> list[FrozenTrial]:
     """The Pareto set, of equal plans the first, the most accurate ones before others."""
-    first = {}
+    first: dict[str, FrozenTrial] = {}
     for trial in sorted(best, key=lambda trial: trial.number):
         first.setdefault(json.dumps(trial.user_attrs["plan"], sort_keys=True), trial)
     return sorted(first.values(), key=lambda trial: (-trial.values[0], trial.values[2], trial.number))

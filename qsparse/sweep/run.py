@@ -190,7 +190,8 @@ class _Worker:
     """A process of worker.py, started when the first job comes, and again after one that ended it."""
 
     def __init__(self, number: int, workers: int, place: str, log: Any, directory: Path) -> None:
-        self._log, self._directory, self._process = log, directory, None
+        self._log, self._directory = log, directory
+        self._process: subprocess.Popen[str] | None = None
         self._environment = dict(os.environ)
         if place == "cuda":
             visible = os.environ.get("CUDA_VISIBLE_DEVICES")
@@ -205,16 +206,19 @@ class _Worker:
 
     def measure(self, cell: Cell, options: dict[str, Any]) -> dict[str, Any]:
         """The fields of the row of `cell`; or `error`, also where the process ended."""
-        if self._process is None:
-            self._process = self._start()
+        process = self._process = self._process or self._start()
+        assert process.stdin
+        assert process.stdout
         job = {"cell": asdict(cell), "network": str(self.network(cell)), **options}
         reply = ""
         with contextlib.suppress(BrokenPipeError):
-            print(json.dumps(job), file=self._process.stdin, flush=True)
-            reply = self._process.stdout.readline()
+            print(json.dumps(job), file=process.stdin, flush=True)
+            reply = process.stdout.readline()
         if not reply.endswith("\n"):
-            return {"error": f"its process ended {self._end()}; see {self._directory / LOG}"}
-        return json.loads(reply)
+            self._process = None
+            return {"error": f"its process ended {_end(process)}; see {self._directory / LOG}"}
+        row: dict[str, Any] = json.loads(reply)
+        return row
 
     def kill(self) -> None:
         """End the process, whatever it does: a thread that waits for its answer gets none."""
@@ -223,9 +227,9 @@ class _Worker:
 
     def close(self) -> None:
         """Let go of the process, once no thread waits for it."""
-        if self._process is not None:
-            self.kill()
-            self._end()
+        if process := self._process:
+            process.kill()
+            _end(process)
 
     def _start(self) -> subprocess.Popen[str]:
         return subprocess.Popen(
@@ -238,11 +242,12 @@ class _Worker:
             start_new_session=True,  # Ctrl-C is the sweep's, which ends its processes
         )
 
-    def _end(self) -> str:
-        process, self._process = self._process, None
-        with process:
-            code = process.wait()
-        return f"by {signal.Signals(-code).name}" if code < 0 else f"with code {code}"
+
+def _end(process: subprocess.Popen[str]) -> str:
+    """Wait for a process to end, and say how it did."""
+    with process:
+        code = process.wait()
+    return f"by {signal.Signals(-code).name}" if code < 0 else f"with code {code}"
 
 
 def _work(queue: _Queue, workers: list[_Worker], options: dict[str, Any], moved: Callable[[Cell], None]) -> None:

@@ -37,7 +37,7 @@ def perform(cell: Cell, network: Path, device: str, measuring: dict[str, Any]) -
     with tempfile.TemporaryDirectory(prefix=".cell-", dir=network.parent) as scratch:
         for name in (checkpoint.CONFIG, checkpoint.METRICS, checkpoint.MODEL):
             os.symlink((network / name).absolute(), Path(scratch) / name)
-        options = {"device": device, "measuring": {**measuring, "peers": False}}
+        options: dict[str, Any] = {"device": device, "measuring": {**measuring, "peers": False}}
         if cell.kind == "quantize":
             done = compress.quantize_run(scratch, QuantConfig(**_hashable(cell.options)), **options)
         else:
