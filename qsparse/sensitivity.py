@@ -17,6 +17,7 @@ from rich.text import Text
 from qsparse import checkpoint
 from qsparse.device import resolve_device
 from qsparse.errors import UserError
+from qsparse.measure import environment
 from qsparse.models import MLP
 from qsparse.quant import DTYPES, QuantConfig, budget, quantize
 from qsparse.quant.config import FLOAT32
@@ -26,6 +27,7 @@ from qsparse.train.progress import say
 from qsparse.train.run import load_dataset
 
 ALL = "all"
+_WHERE = ("gpu", "cpu", "torch", "cuda", "date", "commit")  # of what a row says of its machine: nothing is timed
 _WIDE = 160  # columns of a table that no terminal shows
 
 
@@ -56,8 +58,10 @@ class Chosen:
     @property
     def config(self) -> QuantConfig | None:
         """The quantization that this is; None where every layer stays as it is."""
-        kept = all(dtype == FLOAT32 for dtype in self.layers.values())
-        return None if kept else QuantConfig(FLOAT32, layers=self.layers)
+        dtypes = set(self.layers.values())
+        if len(dtypes) > 1:
+            return QuantConfig(FLOAT32, layers=self.layers)
+        return None if dtypes == {FLOAT32} else QuantConfig(*dtypes)
 
 
 @dataclass(frozen=True)
@@ -92,7 +96,7 @@ def sensitivity(
     Returns rows of run, layer (or "all"), dtype, density (null: dense), choice (what a picture calls the two), split
     ("validation"), images, accuracy (a fraction), accuracy_change (points, against the float32 model on the same
     images), weights (their number in the layer), bytes (of all that the layer stores; null where simulated),
-    float32_bytes, simulated.
+    float32_bytes, simulated, gpu, cpu, torch, cuda, date, commit.
     Raises UserError for an unknown dtype, a density outside (0, 1], a run that is not there or not done, or one without
     a validation split, a budget that nothing keeps within.
     """
@@ -111,6 +115,7 @@ def sensitivity(
     if not len(split):
         raise UserError("The run has no validation split to measure on: train with --validation above 0.")
     base, _ = evaluate(model, split)
+    where = {key: value for key, value in environment(target).items() if key in _WHERE}
     rows = []
     for name, choice, compressed in _variants(model, dtypes, sparse):
         accuracy, _ = evaluate(compressed, split)
@@ -129,6 +134,7 @@ def sensitivity(
                 "bytes": None if simulated else _bytes(compressed, names),
                 "float32_bytes": _bytes(model, names),
                 "simulated": simulated,
+                **where,
             }
         )
     if allowed is None:

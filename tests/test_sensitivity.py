@@ -17,7 +17,7 @@ from qsparse.models import MLP
 from qsparse.nn import Linear, QuantLinear, SparseLinear
 from qsparse.quant import QuantConfig, quantize
 from qsparse.report.heat import heat_map
-from qsparse.sensitivity import Budget, sensitivity
+from qsparse.sensitivity import Budget, Chosen, sensitivity
 from qsparse.sparse import SparseConfig, prune, sparsify
 from qsparse.train.config import TrainConfig
 from qsparse.train.fit import evaluate
@@ -124,7 +124,11 @@ def test_a_budget_chooses_saves_and_measures(monkeypatch):
         said = json.loads(result.stdout)
         chosen, row = said["chosen"], said["measured"][1]
         found = qsparse.load(said["saved"])
-        assert row["layers"] == {name: dtype for name, dtype in chosen["layers"].items() if dtype != "fp32"}
+        dtypes = chosen["layers"]
+        if len(set(dtypes.values())) > 1:
+            assert row["layers"] == {name: dtype for name, dtype in dtypes.items() if dtype != "fp32"}
+        else:
+            assert row["variant"] == dtypes["fc1"]
         assert row["weight_bytes"] == chosen["bytes"] < 4 * 25_450
         assert chosen["change"] == pytest.approx(100 * (evaluate(found, split)[0] - base))
         if budget[0] == "--budget-bytes":
@@ -136,6 +140,12 @@ def test_a_budget_chooses_saves_and_measures(monkeypatch):
     assert result.exit_code == 2
     assert "--budget-bytes is 100: the smallest of these dtypes takes" in result.stderr
     assert invoke("--dtype", "int8", "--density", "many").exit_code == 2
+
+
+def test_what_is_chosen_is_one_dtype_where_it_can_be():
+    assert Chosen({"fc1": "int8", "fc2": "int8"}, 0, 0, 0).config == QuantConfig("int8")
+    assert Chosen({"fc1": "fp32", "fc2": "fp32"}, 0, 0, 0).config is None
+    assert Chosen({"fc1": "fp32", "fc2": "fp16"}, 0, 0, 0).config == QuantConfig("fp32", layers={"fc2": "fp16"})
 
 
 def test_a_heat_map_of_any_rows(tmp_path):

@@ -221,23 +221,29 @@ class QuantConfig:
         rounded = [dtype for dtype in self._dtypes if dtype in BITS]
         if not rounded:
             return layers
-        return layers | {
-            "dtype": "+".join(self._dtypes),
-            "activations": None if all(map(_weights_only, rounded)) else self.activations,
-            "granularity": self.granularity,
-            "group": self.group if self.granularity == "group" else None,
-            "symmetric": self.symmetric,
-            "calibration": self.calibration,
-            "percentile": self.percentile if self.calibration == "percentile" else None,
-            "range": list(self.range) if self.range else None,
-            "weight_calibration": self.weight_calibration,
-            "weight_percentile": self.weight_percentile if self.weight_calibration == "percentile" else None,
-            "weight_range": list(self.weight_range) if self.weight_range else None,
-            "calibration_samples": self.calibration_samples if self.needs_data else None,
-            "method": self.method,
-            "qat_epochs": self.qat_epochs,
-            "qat_lr": self.lr,
-        }
+        named = (
+            {} if layers and not self.simulate else {"dtype": "+".join(self._dtypes)}
+        )  # a kernel's layers say theirs
+        return (
+            layers
+            | named
+            | {
+                "activations": None if all(map(_weights_only, rounded)) else self.activations,
+                "granularity": self.granularity,
+                "group": self.group if self.granularity == "group" else None,
+                "symmetric": self.symmetric,
+                "calibration": self.calibration,
+                "percentile": self.percentile if self.calibration == "percentile" else None,
+                "range": list(self.range) if self.range else None,
+                "weight_calibration": self.weight_calibration,
+                "weight_percentile": self.weight_percentile if self.weight_calibration == "percentile" else None,
+                "weight_range": list(self.weight_range) if self.weight_range else None,
+                "calibration_samples": self.calibration_samples if self.needs_data else None,
+                "method": self.method,
+                "qat_epochs": self.qat_epochs,
+                "qat_lr": self.lr,
+            }
+        )
 
 
 def _weights_only(dtype: str) -> bool:
