@@ -149,7 +149,7 @@ def sensitivity(
         plan = budget.within_bytes(found, allowed.bytes)
     else:
         plan = budget.within_drop(found, allowed.drop, lambda plan: -change(plan))
-    return Sensitivity(run, rows, Chosen(plan.layers, plan.bytes, change(plan), -plan.drop))
+    return Sensitivity(run, rows, Chosen(plan.layers, plan.bytes, change(plan), 0.0 - plan.drop))
 
 
 def _variants(
