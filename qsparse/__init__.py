@@ -35,8 +35,9 @@ def load(path: str | os.PathLike[str], device: str | torch.device = "cpu") -> ML
 def quantize(model: MLP, config: str | QuantConfig, calibration_data: torch.Tensor | None = None) -> MLP:
     """Return a quantized copy of `model` (see `qsparse.quant.quantize`).
 
-    `config` is a `qsparse.quant.QuantConfig`, or a dtype alone: "fp16", "bf16" or "int8". `calibration_data`, images
-    (S, K) that are not of the test split, are needed where `config` measures ranges.
+    `config` is a `qsparse.quant.QuantConfig`, or a dtype alone: "fp16", "bf16", "int8", "fp8", "int8wo" or "int4wo".
+    `calibration_data`, images (S, K) that are not of the test split, are needed where `config` measures ranges.
+    Training with the rounding in place is `qsparse.quant.train_quantized`.
     """
     from qsparse import quant
 
