@@ -30,7 +30,7 @@ _SLOW_S = 0.005  # a longer call is repeated less often ...
 _SLOW_BUDGET_S = 1.0  # ... within this, for all calls of a comparison together
 _CPU_BUDGET_S = 0.3
 _HOST_CALLS = 50  # below the number of launches that the driver queues before it makes the host wait
-_HOST_BUDGET_S = 0.02
+_HOST_BUDGET_S = 0.005
 _HOST_ROUNDS = 5
 _CHECKED_IN_FULL = 4096
 _COPIED_BYTES = 2**30
@@ -123,6 +123,23 @@ class Contender:
     call: Call
     reference: Reference
     tolerance: Tolerance
+
+
+def willing(
+    calls: dict[str, Call], reference: Reference, tolerance: Tolerance, say: Callable[[str], None]
+) -> dict[str, Contender]:
+    """The calls that the library takes at all, as contenders; what it says of the others is said."""
+    found = {}
+    for name, call in calls.items():
+        try:
+            call()
+        except RuntimeError as error:
+            if isinstance(error, torch.cuda.OutOfMemoryError):
+                raise
+            say(f"{name} refused: {str(error).strip().splitlines()[0]}")
+        else:
+            found[name] = Contender(call, reference, tolerance)
+    return found
 
 
 @dataclass(frozen=True)

@@ -30,6 +30,7 @@ from qsparse.bench.harness import (
     product_reference,
     read_gbps,
     row,
+    willing,
 )
 from qsparse.bench.peers import pytorch, torchao
 from qsparse.bench.shapes import (
@@ -138,14 +139,14 @@ def int8_cases(given: Layer, compile: str, say: Callable[[str], None]) -> list[C
     integers, scaled = Reference(given.acc), given.scaled()
     float16 = TOLERANCES["float16"]
 
-    bare = _willing(pytorch.int8_products(given.qx, given.qw), integers, EXACT, say)
-    pipelines = _willing(pytorch.int8_pipelines(*operands, compile), scaled, float16, say)
+    bare = willing(pytorch.int8_products(given.qx, given.qw), integers, EXACT, say)
+    pipelines = willing(pytorch.int8_pipelines(*operands, compile), scaled, float16, say)
     eights = {}
     if on_gpu:
         eights = _float8_peers(given, say)
     if given.shape == DUEL and on_gpu:
         x, w = given.x.float(), given.w.float()
-        eights |= _willing({"cublas_fp32": pytorch.products(x, w)["cublas"]}, product_reference(x, w), _SGEMM, say)
+        eights |= willing({"cublas_fp32": pytorch.products(x, w)["cublas"]}, product_reference(x, w), _SGEMM, say)
     dense = _dense_peers(given, compile, say)
 
     def dynamic() -> Tensor:
@@ -183,7 +184,7 @@ def _float8_peers(given: Layer, say: Callable[[str], None]) -> dict[str, Contend
     """`torch._scaled_mm` with a scale a row and a channel; it adds no bias and writes bfloat16."""
     (x8, scale_x), (w8, scale_w) = pytorch.float8(given.x), pytorch.float8(given.w)
     reference = product_reference(x8.to(torch.float64) * scale_x[:, None], w8.to(torch.float64) * scale_w[:, None])
-    return _willing(pytorch.scaled_products(x8, w8, scale_x, scale_w), reference, TOLERANCES["float8"], say)
+    return willing(pytorch.scaled_products(x8, w8, scale_x, scale_w), reference, TOLERANCES["float8"], say)
 
 
 def float8_cases(given: Layer, say: Callable[[str], None]) -> list[Case]:
@@ -215,11 +216,11 @@ def weight_only_cases(shape: Shape, device: torch.device, compile: str, say: Cal
     bias = torch.zeros(n, device=device, dtype=torch.float16)
     if device.type == "cuda":
         calls, tolerance = pytorch.products(x, w), TOLERANCES["float16"]
-        peers = _willing(calls, product_reference(x, w), tolerance, say)
+        peers = willing(calls, product_reference(x, w), tolerance, say)
         layers = torchao.int8_layers(x, w, bias, compile, "torchao_int8wo")
-        peers |= _willing(layers, product_reference(x, w, relu=True), _LIBRARY, say)
+        peers |= willing(layers, product_reference(x, w, relu=True), _LIBRARY, say)
     else:
-        peers = _willing(pytorch.cpu_products(x.float(), w.float()), product_reference(x, w), _SGEMM, say)
+        peers = willing(pytorch.cpu_products(x.float(), w.float()), product_reference(x, w), _SGEMM, say)
     cases = []
     for bits, group in ((8, None), (4, 128)):
         linear = nn.Linear(k, n, bias=False, device=device)
@@ -248,29 +249,12 @@ def _dense_peers(given: Layer, compile: str, say: Callable[[str], None]) -> dict
     if not given.x.is_cuda:
         operands = tuple(each.float() for each in (given.x, given.w, given.bias))
         reference = product_reference(*operands, relu=True)
-        return _willing(pytorch.cpu_bias_relu_products(*operands), reference, _SGEMM, say)
+        return willing(pytorch.cpu_bias_relu_products(*operands), reference, _SGEMM, say)
     operands = given.x, given.w, given.bias
     calls = {f"{name}_fp16": call for name, call in pytorch.bias_relu_products(*operands).items()}
     dense = product_reference(*operands, relu=True)
-    found = _willing(calls, dense, TOLERANCES["float16"], say)
-    return found | _willing(torchao.int8_layers(*operands, compile, "torchao"), dense, _LIBRARY, say)
-
-
-def _willing(
-    calls: dict[str, Call], reference: Reference, tolerance: Tolerance, say: Callable[[str], None]
-) -> dict[str, Contender]:
-    """The calls that the library takes at all; what it says of the others is said."""
-    found = {}
-    for name, call in calls.items():
-        try:
-            call()
-        except RuntimeError as error:
-            if isinstance(error, torch.cuda.OutOfMemoryError):
-                raise
-            say(f"{name} refused: {str(error).strip().splitlines()[0]}")
-        else:
-            found[name] = Contender(call, reference, tolerance)
-    return found
+    found = willing(calls, dense, TOLERANCES["float16"], say)
+    return found | willing(torchao.int8_layers(*operands, compile, "torchao"), dense, _LIBRARY, say)
 
 
 def quantize_cases(rows: int, columns: int, device: torch.device) -> list[Case]:

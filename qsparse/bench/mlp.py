@@ -30,6 +30,7 @@ from qsparse.bench.harness import (
     compete,
     geometric_mean,
     row,
+    willing,
 )
 from qsparse.bench.int8 import quantized, scaled
 from qsparse.bench.peers import pytorch, torchao
@@ -101,7 +102,7 @@ def _logits(layers: list[tuple[Tensor, Tensor]], x: Tensor) -> Tensor:
     return x
 
 
-def peers(dense: MLP, x: Tensor, compile: str) -> dict[str, Contender]:
+def peers(dense: MLP, x: Tensor, compile: str, say: Callable[[str], None]) -> dict[str, Contender]:
     """The libraries' networks of the same weights in the dtype of `x`: PyTorch's layers, and torchao's int8."""
     parts: list[torch.nn.Module] = []
     for layer in dense.layers().values():
@@ -112,25 +113,31 @@ def peers(dense: MLP, x: Tensor, compile: str) -> dict[str, Contender]:
     linears = [part for part in parts if isinstance(part, torch.nn.Linear)]
     expected = Reference(_logits([(part.weight, part.bias) for part in linears], x))
     if not x.is_cuda:
-        return {"torch_fp32": _contender(model, x, expected, TOLERANCES["float32"])}
-    found = {"torch_fp16_graph": _contender(model, x, expected, _CHAIN)}
+        return willing({"torch_fp32": _call(model, x)}, expected, TOLERANCES["float32"], say)
+    floats = {"torch_fp16_graph": _call(model, x)}
     if compile == "off":
-        return found
-    found["torch_fp16_compiled"] = _contender(pytorch.compiled(model, compile), x, expected, _CHAIN)
-    if torchao.installed():
-        for peer in torchao.SCHEMES:
-            if peer == "torchao" or len(x) == 1:  # its weight-only layers collapse beyond one row
-                compiled = pytorch.compiled(torchao.quantized(model, peer), compile)
-                found[peer] = _contender(compiled, x, expected, _LIBRARY)
+        return willing(floats, expected, _CHAIN, say)
+    floats["torch_fp16_compiled"] = _call(pytorch.compiled(model, compile), x)
+    found = willing(floats, expected, _CHAIN, say)
+    if torchao.installed():  # its weight-only layers collapse beyond one row
+        schemes = [peer for peer in torchao.SCHEMES if peer == "torchao" or len(x) == 1]
+        calls = {peer: _call(pytorch.compiled(torchao.quantized(model, peer), compile), x) for peer in schemes}
+        found |= willing(calls, expected, _LIBRARY, say)
     return found
 
 
-def _contender(model: Callable[[Tensor], Tensor], x: Tensor, expected: Reference, tolerance: Tolerance) -> Contender:
-    return Contender(Call(functools.partial(model, x), torch.inference_mode), expected, tolerance)
+def _call(model: Callable[[Tensor], Tensor], x: Tensor) -> Call:
+    return Call(functools.partial(model, x), torch.inference_mode)
 
 
 def measure_cell(
-    sizes: Sizes, batch: int, device: torch.device, environment: dict, compile: str, repetitions: int
+    sizes: Sizes,
+    batch: int,
+    device: torch.device,
+    environment: dict,
+    compile: str = "off",
+    repetitions: int = REPETITIONS,
+    say: Callable[[str], None] = lambda line: None,
 ) -> list[dict]:
     """Check and time all networks of ours and the peers' in one interleaved run; a row for each pair."""
     dense = MLP(sizes, seed=0).to(device)
@@ -143,8 +150,8 @@ def measure_cell(
         torch.compiler.reset()
     with torch.inference_mode():
         found = networks(dense, x, calibration)
-        theirs = peers(dense, x, compile)
-    ours = {each.name: _contender(each.model, x, each.expected, each.tolerance) for each in found}
+        theirs = peers(dense, x, compile, say)
+    ours = {each.name: Contender(_call(each.model, x), each.expected, each.tolerance) for each in found}
     measured, telemetry = compete(ours, theirs, device, repetitions)
     products = sum(n * k for k, n in itertools.pairwise(sizes))
     return [
@@ -244,7 +251,7 @@ def bench(
     """Measure every network at every batch size (nothing given: those that make sense on `device`).
 
     `compile` is the mode in which the peers are compiled, or "off": then they are left out. Rows are appended to `out`
-    as they come, `say` hears what is being measured.
+    as they come, `say` hears what is being measured and which peer refuses what.
     """
     on_gpu = device.type == "cuda"
     where = environment(device)
@@ -252,7 +259,7 @@ def bench(
     for sizes in tuple(networks) or (NETWORKS if on_gpu else CPU_NETWORKS):
         for batch in tuple(batches) or (BATCHES if on_gpu else CPU_BATCHES):
             say(f"{'-'.join(map(str, sizes))}, batch {batch}")
-            more = measure_cell(sizes, batch, device, where, compile, repetitions)
+            more = measure_cell(sizes, batch, device, where, compile, repetitions, say)
             rows.extend(more)
             if out:
                 append(out, more)

@@ -105,6 +105,14 @@ def test_a_kernel_that_goes_wrong_while_it_is_timed_has_no_time():
     assert measured["kernel"] == Measurement(Error(1, 1), correct=False)
 
 
+def test_running_out_of_memory_is_no_refusal():
+    def exhausted():
+        raise torch.cuda.OutOfMemoryError("none left")
+
+    with pytest.raises(torch.cuda.OutOfMemoryError):
+        harness.willing({"peer": Call(exhausted)}, Reference(torch.zeros(1)), TIGHT, print)
+
+
 def test_an_output_that_is_not_written_shows():
     given = Contender(Call(lambda: torch.empty(64, 64)), Reference(torch.zeros(64, 64, dtype=torch.float64)), TIGHT)
     measured, _ = harness.compete({"kernel": given}, {}, CPU)

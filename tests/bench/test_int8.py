@@ -8,7 +8,6 @@ from typer.testing import CliRunner
 from qsparse import cli, kernels
 from qsparse.bench import harness, int8
 from qsparse.bench.command import WRONG
-from qsparse.bench.harness import EXACT, Call, Reference
 from qsparse.bench.peers import pytorch, torchao
 from qsparse.errors import UserError
 from qsparse.oracles import gemm_int8, quantize_rows
@@ -130,14 +129,6 @@ def test_a_peer_that_refuses_is_said_and_has_no_row(monkeypatch):
         "torch._int_mm refused: self.size(0) needs to be greater than 16, but got 8",
         "torch_int8_eager refused: self.size(0) needs to be greater than 16, but got 8",
     ]
-
-
-def test_running_out_of_memory_is_no_refusal():
-    def exhausted():
-        raise torch.cuda.OutOfMemoryError("none left")
-
-    with pytest.raises(torch.cuda.OutOfMemoryError):
-        int8._willing({"peer": Call(exhausted)}, Reference(torch.zeros(1)), EXACT, print)
 
 
 def test_only_what_was_asked_for_is_measured():
