@@ -22,17 +22,6 @@ constexpr int PLAN_BLOCK = 1024;
 
 // --- the plan -------------------------------------------------------------------------------------------------------
 
-// A virtual row: the row n of W, where in `partial` its sums go (-1: to y), and the entries [begin, end) that the slabs
-// leave over: all of a row whose columns do not ascend.
-struct Part {
-    int n, slot, begin, end;
-};
-
-// The entries [begin, end) of a virtual row in one slab. A row whose columns do not ascend has none: see `slot`.
-struct Segment {
-    int begin, end;
-};
-
 // One block. parts[first[n]] up to parts[first[n + 1]] are row n's; first[N] counts the virtual rows.
 __global__ void __launch_bounds__(PLAN_BLOCK)
 spmm_csr_parts(const int* __restrict__ row_offsets, Part* __restrict__ parts, int* __restrict__ first, long long N,
@@ -108,16 +97,6 @@ spmm_csr_segments(const I* __restrict__ cols, const int* __restrict__ row_offset
 }
 
 // --- the product ----------------------------------------------------------------------------------------------------
-
-struct Weights {  // without its values
-    const void* cols;
-    const int* row_offsets;
-    const Segment* segments;
-    const Part* parts;
-    const int* first;
-    long long N, K, stride;
-    int nnz, slabs, width;
-};
 
 template <typename T> struct Output {
     T* data;

@@ -37,20 +37,6 @@ __device__ __forceinline__ void add_column(float (&sums)[MB], const T* columns, 
     }
 }
 
-// The sums of all lanes, sum m in lanes m * 32 / MB and on: at each step half of the sums goes to the other half of lanes.
-template <int MB> __device__ __forceinline__ float add_lanes(float (&sums)[MB], int lane) {
-    int step = WARP / 2;
-#pragma unroll
-    for (int half = MB / 2; half > 0; half /= 2, step /= 2)
-#pragma unroll
-        for (int j = 0; j < half; ++j) {
-            const float kept = lane & step ? sums[j + half] : sums[j], given = lane & step ? sums[j] : sums[j + half];
-            sums[j] = kept + __shfl_xor_sync(~0u, given, step);
-        }
-    for (; step > 0; step /= 2) sums[0] += __shfl_xor_sync(~0u, sums[0], step);
-    return sums[0];
-}
-
 // Some entries of a lane, `step` apart; beyond the end of the row they lie in no column.
 template <typename T> struct Entries {
     T values[AHEAD];
@@ -131,7 +117,7 @@ spmm_csr_small(const T* __restrict__ x, long long x_m, long long x_k, const T* _
             float sums[MB] = {};
             if (r >= WARPS || k0) first.load(values, cols, begin + lane, end, WARP);
             add_entries(sums, first, begin + lane, end, WARP);
-            const float sum = add_lanes<MB>(sums, lane);
+            const float sum = add_lanes(sums, lane);
             if (lane % (WARP / MB) == 0) sums_of_rows[r * MB + lane / (WARP / MB)] += sum;
         }
         if (!__syncthreads_or(any_long)) continue;
@@ -142,7 +128,7 @@ spmm_csr_small(const T* __restrict__ x, long long x_m, long long x_k, const T* _
             Entries<T> now;
             now.load(values, cols, begin + threadIdx.x, end, THREADS);
             add_entries(sums, now, begin + threadIdx.x, end, THREADS);
-            const float sum = add_lanes<MB>(sums, lane);
+            const float sum = add_lanes(sums, lane);
             if (lane % (WARP / MB) == 0) sums_of_warps[warp][lane / (WARP / MB)] = sum;
             __syncthreads();
             if (threadIdx.x < MB)

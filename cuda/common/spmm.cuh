@@ -11,6 +11,43 @@ __device__ __forceinline__ void finish(T* y, float sum, const T* bias, long long
     *y = from_float<T>(relu ? relu_of(sum) : sum);
 }
 
+// The sums of all lanes, sum i in lanes i * 32 / COUNT and on: at each step half of the sums goes to the other half of lanes.
+template <int COUNT> __device__ __forceinline__ float add_lanes(float (&sums)[COUNT], int lane) {
+    int step = WARP / 2;
+#pragma unroll
+    for (int half = COUNT / 2; half > 0; half /= 2, step /= 2)
+#pragma unroll
+        for (int j = 0; j < half; ++j) {
+            const float kept = lane & step ? sums[j + half] : sums[j], given = lane & step ? sums[j] : sums[j + half];
+            sums[j] = kept + __shfl_xor_sync(~0u, given, step);
+        }
+    for (; step > 0; step /= 2) sums[0] += __shfl_xor_sync(~0u, sums[0], step);
+    return sums[0];
+}
+
+// --- a plan: which entries of W's rows lie in which slab ---------------------------------------------------------------
+
+// A virtual row: the row n of W, where in `partial` its sums go (-1: to y), and the entries [begin, end) that the slabs
+// leave over: all of a row whose columns do not ascend.
+struct Part {
+    int n, slot, begin, end;
+};
+
+// The entries [begin, end) of a virtual row in one slab. A row whose columns do not ascend has none: see `slot`.
+struct Segment {
+    int begin, end;
+};
+
+struct Weights {  // without its values
+    const void* cols;
+    const int* row_offsets;
+    const Segment* segments;
+    const Part* parts;
+    const int* first;
+    long long N, K, stride;
+    int nnz, slabs, width;
+};
+
 // --- slabs: some columns k of x for the block's batch rows m, turned: [k][m] ----------------------------------------
 //
 // A line holds the batch rows of one column, in chunks of 16 bytes. Chunk c of column k is moved to place c XOR k % 8, for
@@ -55,6 +92,24 @@ template <typename T, int V> struct Piece {
     __device__ __forceinline__ void load(unsigned from) {
 #pragma unroll
         for (int part = 0; part < PARTS; ++part) load_words(words[part], from + part * WARP * L::BYTES);
+    }
+    // The lane's part of the dot product with 16 bytes that are stored the same way.
+    __device__ __forceinline__ float dot(const uint4& other) const {
+        static_assert(WORDS == 4 && PARTS == 1, "16 bytes a lane");
+        const unsigned* others = reinterpret_cast<const unsigned*>(&other);
+        float sum = 0.0f;
+#pragma unroll
+        for (int word = 0; word < WORDS; ++word) {
+            if constexpr (WORD<T> == 1) {
+                sum = fmaf(__uint_as_float(words[0][word]), __uint_as_float(others[word]), sum);
+            } else {
+                using P = typename Pair<T>::type;
+                const P a = *reinterpret_cast<const P*>(&words[0][word]), b = *reinterpret_cast<const P*>(&others[word]);
+                sum = fmaf(to_float(a.x), to_float(b.x), sum);
+                sum = fmaf(to_float(a.y), to_float(b.y), sum);
+            }
+        }
+        return sum;
     }
     __device__ __forceinline__ void add_to(float (&sums)[V], float factor) const {
 #pragma unroll

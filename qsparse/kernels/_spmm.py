@@ -63,17 +63,24 @@ def _simt(x, values, cols, row_offsets, bias, n: int, relu: bool):
 # --- checks ---------------------------------------------------------------------------------------------------------
 
 
-def check_csr(values, col_indices, row_offsets, dtypes: tuple[torch.dtype, ...], shape, check: bool) -> None:
+def check_csr(values, col_indices, row_offsets, dtype: torch.dtype, shape, check: bool) -> None:
     """Check CSR arrays against each other and the shape of W; with ``check`` every index too."""
-    n, k = shape
-    check_tensor("values", values, dtypes, (None,))
+    check_tensor("values", values, (dtype,), (None,))
     check_tensor("col_indices", col_indices, tuple(_spmm_sm80.INDICES), (values.numel(),))
+    check_pattern(col_indices, row_offsets, shape, check)
+    check_same_device(values, col_indices=col_indices)
+
+
+def check_pattern(col_indices, row_offsets, shape, check: bool) -> None:
+    """The same without values."""
+    n, k = shape
+    check_tensor("col_indices", col_indices, tuple(_spmm_sm80.INDICES), (None,))
     check_tensor("row_offsets", row_offsets, (torch.int32,), (n + 1,))
+    check_same_device(col_indices, row_offsets=row_offsets)
     if col_indices.dtype == torch.uint16 and k > _UINT16:
         raise ValueError(f"col_indices of uint16 reach {_UINT16} columns, but W has {k}")
-    check_same_device(values, col_indices=col_indices, row_offsets=row_offsets)
     if check:
-        _check_offsets(row_offsets, values.numel())
+        _check_offsets(row_offsets, col_indices.numel())
         check_indices("col_indices", col_indices, k)
 
 

@@ -26,7 +26,7 @@ _LONGEST_PART = 512  # a row of up to so many entries, or four times the mean, s
 _MOST_SMALL_ROWS = 1024
 
 # What the kernels take by value: see the structs of the same names.
-_MATRIX, _WEIGHTS, _OUTPUT = struct.Struct("@Pqqqq?7x"), struct.Struct("@PPPPPqqqiii4x"), struct.Struct("@PPPqqqi4x")
+MATRIX, WEIGHTS, _OUTPUT = struct.Struct("@Pqqqq?7x"), struct.Struct("@PPPPPqqqiii4x"), struct.Struct("@PPPqqqi4x")
 
 
 @dataclass(frozen=True)
@@ -66,7 +66,8 @@ _SHAPES = ((2, 16), (4, 16), (8, 8))  # (v, r)
 
 
 @functools.cache
-def _shared_budget(device: int) -> int:
+def shared_budget(device: int) -> int:
+    """Bytes of dynamic shared memory that a block may have."""
     return torch.cuda.get_device_properties(device).shared_memory_per_block_optin - _STATIC_SHARED
 
 
@@ -168,6 +169,12 @@ def spmm(x, values, cols, row_offsets, bias, n: int, relu: bool, columns: bool, 
     return y
 
 
+def wide(x, k_major: bool, stride: int) -> bool:
+    """Whether the matrix consists of whole vectors of 16 bytes along its contiguous direction."""
+    length = x.shape[1] if k_major else x.shape[0]
+    return not (x.data_ptr() % 16 or stride * x.element_size() % 16 or length * x.element_size() % 16)
+
+
 def _address(value) -> int:
     return 0 if value is None else value.data_ptr()
 
@@ -179,7 +186,7 @@ def _small(x, values, cols, row_offsets, bias, y, relu: bool) -> None:
     _, processors = multiprocessors(x.device.index)
     rows = min(-(-n // max(1, processors // across)), _MOST_SMALL_ROWS)
     line = batch * x.element_size()
-    width = min(-(-max(k, 1) // 8) * 8, (_shared_budget(x.device.index) - rows * batch * 4) // line // 8 * 8)
+    width = min(-(-max(k, 1) // 8) * 8, (shared_budget(x.device.index) - rows * batch * 4) // line // 8 * 8)
     arguments = (x.data_ptr(), *x.stride(), values.data_ptr(), cols.data_ptr(), row_offsets.data_ptr(), _address(bias))
     launch(
         x.device,
@@ -197,7 +204,7 @@ def _tiles(x, values, cols, row_offsets, bias, y, relu: bool, plan: Plan | None)
     (m, k), n, nnz = x.shape, y.shape[1], values.numel()
     device, itemsize = x.device, x.element_size()
     _, processors = multiprocessors(device.index)
-    tile, rows = choose(m, n, k, nnz, itemsize, _shared_budget(device.index), processors)
+    tile, rows = choose(m, n, k, nnz, itemsize, shared_budget(device.index), processors)
     run_tile(tile, rows, x, values, cols, row_offsets, bias, y, relu, plan)
 
 
@@ -207,12 +214,11 @@ def run_tile(tile: Tile, rows: int, x, values, cols, row_offsets, bias, y, relu:
     device, itemsize = x.device, x.element_size()
     plan = plan or Plan(cols, row_offsets, (n, k), (tile.width,), look=False)
     x, k_major, stride = matrix(x)
-    wide = not (x.data_ptr() % 16 or stride * itemsize % 16 or (k if k_major else m) * itemsize % 16)
     slots = 0 if plan.splits is False else 2 * (nnz // plan.limit)
     partial = torch.empty((slots, m), dtype=torch.float32, device=device)
     arrays = (cols, row_offsets, plan.segments(tile.width), plan.parts, plan.first)
     slabs = -(-k // tile.width)
-    weights = _WEIGHTS.pack(*(a.data_ptr() for a in arrays), n, k, plan.most_parts, nnz, slabs, tile.width)
+    weights = WEIGHTS.pack(*(a.data_ptr() for a in arrays), n, k, plan.most_parts, nnz, slabs, tile.width)
     output = _OUTPUT.pack(y.data_ptr(), _address(bias), partial.data_ptr(), *y.stride(), m, relu)
     steps = (stride, 1) if k_major else (1, stride)
     blocks = -(-plan.most_parts // rows)
@@ -220,8 +226,16 @@ def run_tile(tile: Tile, rows: int, x, values, cols, row_offsets, bias, y, relu:
         device,
         TILES_SOURCE,
         f"spmm_csr_tiles<{C_FLOATS[x.dtype]}, {INDICES[cols.dtype]}, {tile.v}, {tile.r}>",
-        f"{_MATRIX.size}sP{_WEIGHTS.size}s{_OUTPUT.size}siii",
-        (_MATRIX.pack(x.data_ptr(), *steps, m, k, wide), values.data_ptr(), weights, output, blocks, rows, tile.stages),
+        f"{MATRIX.size}sP{WEIGHTS.size}s{_OUTPUT.size}siii",
+        (
+            MATRIX.pack(x.data_ptr(), *steps, m, k, wide(x, k_major, stride)),
+            values.data_ptr(),
+            weights,
+            output,
+            blocks,
+            rows,
+            tile.stages,
+        ),
         grid=blocks * -(-m // tile.batch),
         block=32 * _WARPS,
         shared=tile.shared(itemsize),

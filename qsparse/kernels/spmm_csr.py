@@ -63,7 +63,7 @@ def spmm_csr(
         return _operator(x, values, col_indices, row_offsets, bias, list(shape), relu, check, columns)
     check_tensor("x", x, tuple(C_FLOATS), (None, None))
     n = _spmm.check_shape(shape, x.shape[1])
-    _spmm.check_csr(values, col_indices, row_offsets, (x.dtype,), (n, x.shape[1]), check)
+    _spmm.check_csr(values, col_indices, row_offsets, x.dtype, (n, x.shape[1]), check)
     if bias is not None:
         check_tensor("bias", bias, (x.dtype,), (n,))
     check_same_device(x, values=values, bias=bias)
@@ -82,8 +82,7 @@ def plan(col_indices, row_offsets, *, shape):
     Takes tensors as ``spmm_csr`` does, and waits for the GPU. Raises ValueError for a bad index.
     """
     n, k = (int(size) for size in shape)
-    pattern = torch.empty(col_indices.shape, dtype=torch.float32, device=col_indices.device)
-    _spmm.check_csr(pattern, col_indices, row_offsets, (torch.float32,), (n, k), True)
+    _spmm.check_pattern(col_indices, row_offsets, (n, k), check=True)
     if col_indices.device.type == "cpu" or torch.cuda.get_device_capability(col_indices.device) < (8, 0):
         return None
     return _spmm_sm80.Plan(rows(col_indices), rows(row_offsets), (n, k))
