@@ -79,29 +79,32 @@ gemm_int8_sm80(const X* __restrict__ x, long long ldx, const signed char* __rest
     const bool bare = epilogue.out == OUT_INT, relu = epilogue.relu;
 #pragma unroll
     for (int pass = 0; pass < WM / PASS; ++pass) {
+        float scale_x[PASS / 8];
+        int zero[PASS / 8];
 #pragma unroll
-        for (int i = pass * (PASS / 16); i < (pass + 1) * (PASS / 16); ++i)
+        for (int h = 0; h < PASS / 8; ++h) {
+            const Int8Row row(epilogue, min(m0 + pass * PASS + h * 8 + g, M - 1));
+            scale_x[h] = row.scale, zero[h] = row.zero;
+        }
 #pragma unroll
-            for (int h = 0; h < 2; ++h) {
-                const int line = i * 16 + g + h * 8;
-                const Int8Row row(epilogue, min(m0 + line, M - 1));
-                char* const to = mine + (line - pass * PASS) * PITCH + t * 8;
+        for (int j = 0; j < WN / 8; ++j) {
+            const int n = block.n_warp + j * 8 + t * 2;
+            const float2 scale_w = *reinterpret_cast<const float2*>(scales + n);
+            const float2 bias = *reinterpret_cast<const float2*>(biases + n);
+            const int2 sum = *reinterpret_cast<const int2*>(corrections + n);
 #pragma unroll
-                for (int j = 0; j < WN / 8; ++j) {
-                    const int n = block.n_warp + j * 8 + t * 2;
-                    const float2 scale = *reinterpret_cast<const float2*>(scales + n);
-                    const float2 bias = *reinterpret_cast<const float2*>(biases + n);
-                    const int2 sum = *reinterpret_cast<const int2*>(corrections + n);
-                    const int even = int8_corrected(acc[i][j][h * 2], row.zero, sum.x);
-                    const int odd = int8_corrected(acc[i][j][h * 2 + 1], row.zero, sum.y);
-                    if (bare)
-                        *reinterpret_cast<int2*>(to + j * 32) = {relu ? max(even, 0) : even, relu ? max(odd, 0) : odd};
-                    else
-                        *reinterpret_cast<float2*>(to + j * 32) = {
-                            int8_value(even, row.scale, scale.x, bias.x, relu),
-                            int8_value(odd, row.scale, scale.y, bias.y, relu)};
-                }
+            for (int h = 0; h < PASS / 8; ++h) {
+                const int(&pair)[4] = acc[pass * (PASS / 16) + h / 2][j];
+                const int even = int8_corrected(pair[h % 2 * 2], zero[h], sum.x);
+                const int odd = int8_corrected(pair[h % 2 * 2 + 1], zero[h], sum.y);
+                char* const to = mine + (h * 8 + g) * PITCH + j * 32 + t * 8;
+                if (bare)
+                    *reinterpret_cast<int2*>(to) = {relu ? max(even, 0) : even, relu ? max(odd, 0) : odd};
+                else
+                    *reinterpret_cast<float2*>(to) = {int8_value(even, scale_x[h], scale_w.x, bias.x, relu),
+                                                      int8_value(odd, scale_x[h], scale_w.y, bias.y, relu)};
             }
+        }
         __syncwarp();
         with_output(epilogue.out, [&](auto type) {
             using O = decltype(type);

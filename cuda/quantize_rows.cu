@@ -102,21 +102,21 @@ template <int THREADS> __device__ __forceinline__ int row_sum(int sum) {
     return sum;
 }
 
-template <bool VALUE> struct Constant { static constexpr bool value = VALUE; };
+enum Way { PLAIN, CLIPPED, SHIFTED };  // of the quotients: as they are, clipped, clipped with the zero point added
+template <Way WAY> struct Constant { static constexpr Way value = WAY; };
 
-// Divide, round, add the zero point, store; returns the sum of what was stored.
-template <bool CLIP, typename T, int VEC>
-__device__ __forceinline__ int store(const Pack<T, VEC>& values, unsigned char* to, const Divider& by, int zero,
-                                     int mode) {
+// Divide, round, store; returns the sum of what was stored.
+template <Way WAY, typename T, int VEC>
+__device__ __forceinline__ int store(const Pack<T, VEC>& values, unsigned char* to, const Divider& by, int zero) {
     unsigned bits[VEC];  // the integers in the low bytes
 #pragma unroll
     for (int e = 0; e < VEC; ++e) {
-        const float v = to_float(values.at[e]);
-        bits[e] = CLIP ? by.nearest(v) + zero : __float_as_uint(by.nearest_unclipped(v));
+        bits[e] = by.nearest_finite<WAY != PLAIN>(to_float(values.at[e]));
+        if (WAY == SHIFTED) bits[e] += zero;
     }
     if constexpr (VEC == 1) {
         *to = bits[0];
-        return mode & ASYMMETRIC ? bits[0] & 255 : static_cast<signed char>(bits[0]);
+        return WAY == SHIFTED ? bits[0] & 255 : static_cast<signed char>(bits[0]);
     } else {
         Pack<unsigned, VEC / 4> words;
         int sum = 0;
@@ -125,8 +125,8 @@ __device__ __forceinline__ int store(const Pack<T, VEC>& values, unsigned char* 
             const unsigned low = __byte_perm(bits[j], bits[j + 1], 0x40);
             const unsigned word = __byte_perm(low, __byte_perm(bits[j + 2], bits[j + 3], 0x40), 0x5410);
             words.at[j / 4] = word;
-            sum = mode & ASYMMETRIC ? __dp4a(word, 0x01010101u, static_cast<unsigned>(sum))
-                                    : __dp4a(static_cast<int>(word), 0x01010101, sum);
+            sum = WAY == SHIFTED ? __dp4a(word, 0x01010101u, static_cast<unsigned>(sum))
+                                 : __dp4a(static_cast<int>(word), 0x01010101, sum);
         }
         *reinterpret_cast<Pack<unsigned, VEC / 4>*>(to) = words;
         return sum;
@@ -183,9 +183,9 @@ quantize_rows(const T* __restrict__ x, long long ld, const float* __restrict__ g
 
     const int least = mode & ASYMMETRIC ? -zero : mode & RELU ? 0 : -127;
     const int most = mode & ASYMMETRIC ? 255 - zero : 127;
-    const Divider by(finite ? s : not_a_number(), least, most);  // by NaN: zeros
+    const Divider by(s, least, most);
     int sum = 0;
-    const auto divide = [&](auto clip) {
+    const auto divide = [&](auto way) {
 #pragma unroll 1
         for (long long base = 0; base < K; base += SPAN) {
             const int left = static_cast<int>(min(K - base, static_cast<long long>(SPAN))) - first;
@@ -193,11 +193,23 @@ quantize_rows(const T* __restrict__ x, long long ld, const float* __restrict__ g
 #pragma unroll
             for (int i = 0; i < ITEMS; ++i)
                 if (i * STEP < left)
-                    sum += store<decltype(clip)::value>(row[i], q + base + first + i * STEP, by, zero, mode);
+                    sum += store<decltype(way)::value>(row[i], q + base + first + i * STEP, by, zero);
         }
     };
-    if (given || mode || !finite) divide(Constant<true>());
-    else divide(Constant<false>());  // of a row's own absmax nothing is beyond 127
+    if (!finite || by.special) {
+#pragma unroll 1
+        for (long long k = thread; k < K; k += THREADS) {
+            const int value = finite ? by.nearest(to_float(x[k])) : 0;
+            q[k] = value;
+            sum += value;
+        }
+    } else if (mode & ASYMMETRIC) {
+        divide(Constant<SHIFTED>());
+    } else if (given || mode & RELU) {
+        divide(Constant<CLIPPED>());
+    } else {
+        divide(Constant<PLAIN>());  // of a row's own absmax nothing is beyond 127
+    }
     if (sums) {
         sum = row_sum<THREADS>(sum);
         if (thread == 0) sums[m] = sum;

@@ -12,15 +12,17 @@
 
 struct Divider {
     float factor, s, r, least, most;  // x / by = x * factor / s
+    bool special;                     // by is 0, infinite or NaN
 
     // Quotients by `by`, any number, are clipped to [low, high], within -256..256.
     __device__ __forceinline__ Divider(float by, int low, int high) {
-        const float size = fabsf(by);
-        if (size == 0.0f || !(size < __uint_as_float(0x7f800000u))) {
-            factor = size == 0.0f ? __uint_as_float(0x7f800000u) : 0.0f;  // x / 0 is infinite, or NaN; x / Inf is 0
+        const float size = fabsf(by), infinite = __uint_as_float(0x7f800000u);
+        special = size == 0.0f || !(size < infinite);
+        if (special) {
+            factor = size == 0.0f ? infinite : 0.0f;  // x / 0 is infinite, or NaN; x / Inf is 0
             s = 1.0f;
         } else {
-            factor = size < 7.888609e-31f ? 1.2676506e30f : size > 1.2676506e30f ? 7.888609e-31f : 1.0f;  // 2^±100
+            factor = size < 7.888609e-31f ? 1.2676506e30f : size > 1.2676506e30f ? 7.888609e-31f : 1.0f;  // 2^-100, 2^100
             s = size * factor;
         }
         factor = copysignf(factor, by);
@@ -32,16 +34,20 @@ struct Divider {
     // clip(rint(x / by)), ties to even, of any x; 0 where the quotient is NaN.
     __device__ __forceinline__ int nearest(float x) const {
         x = __fmul_rn(x, factor);
-        x = x == x ? fminf(fmaxf(x, least), most) : 0.0f;
-        return __float_as_int(rounded(x)) - 0x4b400000;
+        return static_cast<int>(rounded(x == x ? fminf(fmaxf(x, least), most) : 0.0f) - 0x4b400000u);
     }
 
-    // 1.5 * 2^23 + rint(x / by), where the quotient is within -256..256: the integer stands in the low bits.
-    __device__ __forceinline__ float nearest_unclipped(float x) const { return rounded(__fmul_rn(x, factor)); }
+    // The same in the low byte of the result, of a finite x and a `by` that is not special; without CLIP, of a quotient
+    // within -256..256.
+    template <bool CLIP> __device__ __forceinline__ unsigned nearest_finite(float x) const {
+        x = __fmul_rn(x, factor);
+        return rounded(CLIP ? fminf(fmaxf(x, least), most) : x);
+    }
 
   private:
-    __device__ __forceinline__ float rounded(float x) const {
+    // The bits of 1.5 * 2^23 + rint(x / s): the integer stands in the low ones.
+    __device__ __forceinline__ unsigned rounded(float x) const {
         const float q = __fmul_rn(x, r);
-        return __fadd_rn(fmaf(fmaf(-q, s, x), r, q), 12582912.0f);
+        return __float_as_uint(__fadd_rn(fmaf(fmaf(-q, s, x), r, q), 12582912.0f));
     }
 };
