@@ -44,6 +44,7 @@ from qsparse.train import TrainConfig
         ("device", 5),
         ("data", None),
         ("backend", "jax"),
+        ("precision", "fp8"),
     ],
 )
 def test_a_value_out_of_range_is_refused_by_the_name_of_its_option(field, value):

@@ -160,6 +160,7 @@ def test_resuming_a_finished_run_changes_nothing(capsys):
         ("validation", 0),
         ("device", "cuda"),
         ("backend", "numpy"),
+        ("precision", "tf32"),
     ],
 )
 def test_resuming_with_another_setting_is_refused(monkeypatch, field, value):
@@ -216,6 +217,12 @@ def test_a_backend_that_cannot_run_is_refused_before_anything_is_made(monkeypatc
     monkeypatch.delenv("CC", raising=False)
     with pytest.raises(UserError, match=said):
         train(dataclasses.replace(SMALL, backend=backend, device=device))
+    assert list(Path().iterdir()) == []
+
+
+def test_a_precision_that_only_the_gpu_has_is_refused_elsewhere():
+    with pytest.raises(UserError, match="--precision tf32 is for --backend cuda in one process"):
+        train(dataclasses.replace(SMALL, precision="tf32"))
     assert list(Path().iterdir()) == []
 
 
