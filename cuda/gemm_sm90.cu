@@ -78,10 +78,6 @@ template <typename T, typename O, int BN, int MASK, int PARTS> struct FloatEpilo
     static __device__ __forceinline__ typename Pair<O>::type pair(float low, float high) {
         return pair_from<O>(low, high);
     }
-    static __device__ __forceinline__ unsigned pack(float low, float high) {
-        const auto both = pair(low, high);
-        return *reinterpret_cast<const unsigned*>(&both);
-    }
 };
 
 template <typename T, typename O, bool X_K, bool W_K, int BM, int BN, int CONSUMERS, int STAGES, int CM, int CN,

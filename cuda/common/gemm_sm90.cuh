@@ -25,7 +25,7 @@
 //   rows(m)                the same for this thread's rows, m + 64 i + 8 h for i < MI and h < 2;
 //   correct(sums, column)  once they are there: change them, as whole products, before a split K adds them up;
 //   finish(i, h, m, column, a, b, low, high)   the values of two neighbouring sums a and b;
-//   out, pair, pack        one value, or two, as they are stored.
+//   out, pair              one value, or two, as they are stored.
 #pragma once
 #include "wgmma.cuh"
 
@@ -34,8 +34,8 @@ constexpr int STEPS = ROW / 32;  // one wgmma takes 32 of them
 constexpr int WARPGROUP = 128;
 // All consumers; a consumer's own (+ its number); whose turn it is (+ its number); barriers are initialised.
 enum NamedBarrier { ALL = 1, OWN = 2, TURN = 6, READY = 9 };
-// As in the Python faces. PAIRS, EIGHTS: two outputs, or eight of one byte, may be stored at once.
-enum Flag { RELU = 1, TMA_STORE = 2, ACCUMULATE = 4, PAIRS = 8, EIGHTS = 16 };
+// As in the Python faces. PAIRS: where K is split, two outputs may be stored at once.
+enum Flag { RELU = 1, TMA_STORE = 2, ACCUMULATE = 4, PAIRS = 8 };
 
 // Load this block's share of a tile of ROWS rows (M or N) and one step of K, and send it to the blocks in `mask`.
 // Both layouts put 64 rows in 8,192 contiguous bytes, so a share starts at the same offset either way.
@@ -65,17 +65,26 @@ template <typename T, int A, int B> __device__ __forceinline__ void add(T (&to)[
 }
 
 // Where the copy engine cannot store y (its rows are not multiples of 16 bytes), the warp does, element by element.
-template <typename O>
+template <bool ACCUMULATES, typename O>
 __device__ __noinline__ void copy_panel(const char* panel, O* y, int m0, int n0, int M, int N, bool accumulate,
                                         int lane) {
-    for (int e = lane; e < 16 * 64; e += 32) {
-        const int row = e / 64, column = e % 64;
+    constexpr int COLS = 128 / sizeof(O);
+    for (int e = lane; e < 16 * COLS; e += 32) {
+        const int row = e / COLS, column = e % COLS, byte = column * sizeof(O);
         if (m0 + row >= M || n0 + column >= N) continue;
-        const int at = row * 128 + (column / 8 ^ row % 8) * 16 + column % 8 * 2;
-        O value = *reinterpret_cast<const O*>(panel + at);
+        O value = *reinterpret_cast<const O*>(panel + row * 128 + (byte / 16 ^ row % 8) * 16 + byte % 16);
         O* const to = y + static_cast<long long>(m0 + row) * N + n0 + column;
-        *to = accumulate ? from_float<O>(to_float(value) + to_float(*to)) : value;
+        if constexpr (ACCUMULATES) {
+            if (accumulate) value = from_float<O>(to_float(value) + to_float(*to));
+        }
+        *to = value;
     }
+}
+
+// Two 16-bit or 8-bit values as a word.
+template <typename P> __device__ __forceinline__ unsigned packed(P pair) {
+    if constexpr (sizeof(P) == 2) return *reinterpret_cast<const unsigned short*>(&pair);
+    else return *reinterpret_cast<const unsigned*>(&pair);
 }
 
 // Lane c of a quad has columns 2 c and 2 c + 1 of four groups of 8 one-byte columns, packed as group[0..3]; it leaves
@@ -102,14 +111,15 @@ struct Pipeline {
     static constexpr int BK = ROW / sizeof(T);
     static constexpr int X_BYTES = BM * ROW, W_BYTES = BN * ROW;
     static constexpr int PRODUCTS = PARTS == 2 ? 3 : 1;
-    static constexpr bool STAGED = sizeof(O) == 2 && SPLIT == 1;  // y leaves through shared memory and TMA
-    static constexpr int PANEL_BYTES = 16 * 128;                   // 16 rows of 64 16-bit values
-    static constexpr int Y_BYTES = STAGED ? CONSUMERS * 4 * PANELS * PANEL_BYTES : 0;
+    static constexpr int COLS = 128 / sizeof(O);  // y leaves by way of shared memory, in panels of 16 rows of 128 bytes
+    static constexpr int PANEL_BYTES = 16 * 128;
+    static constexpr int Y_BYTES = SPLIT == 1 ? CONSUMERS * 4 * PANELS * PANEL_BYTES : 0;
     static constexpr int SHARED = STAGES * (X_BYTES + W_BYTES) + Y_BYTES + CONSUMERS * BN * Epilogue::COLUMN_BYTES +
                                   2 * STAGES * 8 + 1024;  // 1,024 to align
     static_assert(CONSUMERS <= 2, "the registers are divided among two consumers at most");
     static_assert(BM == 64 * SHARERS * MI, "consumers divide the tile into whole 64-row wgmma tiles");
     static_assert(sizeof(T) == 2 || (X_K && W_K), "wgmma reads all but 16-bit types K-major only");
+    static_assert(SPLIT > 1 || BN % COLS == 0, "a tile is made of whole panels");
     static_assert(PARTS == 1 || (sizeof(O) == 4 && SPLIT == 1 && MI * BN <= 128), "two sets of sums must fit");
     static_assert(MI * BN <= 256, "a consumer's accumulators must fit its registers");
     static_assert(SPLIT == 1 || (CM == 1 && CN == 1), "a cluster either splits K or multicasts");
@@ -339,36 +349,56 @@ struct Pipeline {
                         store(0, 0, m, column, total[0], total[1]);
                         store(0, 1, m + 8, column, total[2], total[3]);
                     }
-                } else if constexpr (STAGED) {
-                    // Panels of 16 rows x 64 columns, a warp's own, 128-byte swizzled like the loads, PANELS of them in
-                    // turn: one is written while the copy engine, which clips at the matrix's edge, reads the others.
+                } else {
+                    // Panels are a warp's own, 128-byte swizzled like the loads, PANELS of them in turn: one is written
+                    // while the copy engine, which clips at the matrix's edge, reads the others.
                     char* const mine = y_tile + (consumer * 4 + warp) * PANELS * PANEL_BYTES;
 #pragma unroll
-                    for (int p = 0; p < MI * (BN / 64); ++p) {
-                        const int i = p / (BN / 64), first = p % (BN / 64) * 64;
+                    for (int p = 0; p < MI * BN / COLS; ++p) {
+                        const int i = p / (BN / COLS), first = p % (BN / COLS) * COLS;
                         const int panel_m = m0 + (share * MI + i) * 64 + 16 * warp;
                         char* const panel = mine + p % PANELS * PANEL_BYTES;
                         if (lane == 0) tma_store_wait_read<PANELS - 1>();
                         __syncwarp();
+                        // The two values of this thread in row h of wgmma tile i and group j of 8 columns, as stored.
+                        auto two = [&](int h, int j) {
+                            const Sum* d = &acc[i][j * 4 + h * 2];
+                            Value low, high;
+                            epilogue.finish(i, h, m0 + row + i * 64 + h * 8, col + j * 8, d[0], d[1], low, high);
+                            return epilogue.pair(low, high);
+                        };
+                        if constexpr (sizeof(O) == 2) {
 #pragma unroll
-                        for (int j = 0; j < 8; j += 2) {
-                            unsigned r[4];
+                            for (int j = 0; j < 8; j += 2) {
+                                unsigned r[4];
 #pragma unroll
-                            for (int h = 0; h < 4; ++h) {
-                                const int column = first + (j + h / 2) * 8;
-                                const Sum* d = &acc[i][column / 2 + h % 2 * 2];
-                                Value low, high;
-                                epilogue.finish(i, h % 2, m0 + row + i * 64 + h % 2 * 8, col + column, d[0], d[1], low,
-                                                high);
-                                r[h] = epilogue.pack(low, high);
+                                for (int h = 0; h < 4; ++h) r[h] = packed(two(h % 2, first / 8 + j + h / 2));
+                                const int to_row = lane % 16, chunk = j + lane / 16;
+                                stmatrix_x4(panel + to_row * 128 + (chunk ^ to_row % 8) * 16, r[0], r[1], r[2], r[3]);
                             }
-                            const int to_row = lane % 16, chunk = j + lane / 16;
-                            stmatrix_x4(panel + to_row * 128 + (chunk ^ to_row % 8) * 16, r[0], r[1], r[2], r[3]);
+                        } else {
+#pragma unroll
+                            for (int q = 0; q < 8; ++q) {  // 8 bytes of a row: two wide values, or eight of a quad's
+                                const int h = q % 2, chunk = q / 2 * 2 + lane % 4 / 2, to_row = lane / 4 + 8 * h;
+                                uint2 eight;
+                                if constexpr (sizeof(O) == 4) {
+                                    const auto pair = two(h, first / 8 + q / 2);
+                                    eight = make_uint2(bits_of(pair.x), bits_of(pair.y));
+                                } else {
+                                    unsigned group[4];
+#pragma unroll
+                                    for (int g = 0; g < 4; ++g) group[g] = packed(two(h, first / 8 + q / 2 * 4 + g));
+                                    eight = gather_eight(group, lane % 4);
+                                }
+                                const int at = to_row * 128 + (chunk ^ to_row % 8) * 16 + lane % 2 * 8;
+                                *reinterpret_cast<uint2*>(panel + at) = eight;
+                            }
                         }
                         fence_proxy_async();
                         __syncwarp();
                         if (!(flags & TMA_STORE)) {
-                            copy_panel(panel, y, panel_m, n0 + first, M, N, flags & ACCUMULATE, lane);
+                            copy_panel<Epilogue::ACCUMULATES>(panel, y, panel_m, n0 + first, M, N, flags & ACCUMULATE,
+                                                              lane);
                             __syncwarp();
                         } else if (lane == 0) {
                             if (flags & ACCUMULATE) tma_add(&y_map, panel, n0 + first, panel_m);
@@ -376,42 +406,9 @@ struct Pipeline {
                             tma_store_commit();
                         }
                     }
-                } else if constexpr (sizeof(O) == 1) {
-#pragma unroll
-                    for (int q = 0; q < MI * 2 * (BN / 32); ++q) {  // half a row group, four groups of 8 columns
-                        const int i = q / (2 * (BN / 32)), h = q / (BN / 32) % 2, first = q % (BN / 32) * 32;
-                        const int m = m0 + row + i * 64 + h * 8;
-                        unsigned group[4];
-#pragma unroll
-                        for (int g = 0; g < 4; ++g) {
-                            const Sum* d = &acc[i][(first / 8 + g) * 4 + 2 * h];
-                            Value low, high;
-                            epilogue.finish(i, h, m, col + first + 8 * g, d[0], d[1], low, high);
-                            group[g] = epilogue.pack(low, high);
-                        }
-                        const uint2 eight = gather_eight(group, lane % 4);
-                        const int n = n0 + first + 8 * (lane % 4);
-                        if (m >= M) continue;
-                        O* const at = y + static_cast<long long>(m) * N + n;
-                        if (flags & EIGHTS) {
-                            if (n < N) *reinterpret_cast<uint2*>(at) = eight;
-                        } else {
-                            for (int b = 0; b < min(8, N - n); ++b)
-                                at[b] = static_cast<O>((b < 4 ? eight.x : eight.y) >> b % 4 * 8);
-                        }
-                    }
-                } else {
-#pragma unroll
-                    for (int q = 0; q < MI * BN / 8; ++q) {
-                        const Sum* d = &acc[q / (BN / 8)][q % (BN / 8) * 4];
-                        const int m = m0 + row + q / (BN / 8) * 64, column = col + q % (BN / 8) * 8;
-                        asm volatile("" ::: "memory");  // or the compiler fetches for all columns first, and spills
-                        store(q / (BN / 8), 0, m, column, d[0], d[1]);
-                        store(q / (BN / 8), 1, m + 8, column, d[2], d[3]);
-                    }
                 }
             }
-            if (STAGED && lane == 0) tma_store_wait_read<0>();
+            if (SPLIT == 1 && lane == 0) tma_store_wait_read<0>();
         }
         if (SPLIT > 1 && warpgroup == 0) cluster_sync();  // pairs with the consumers' before they add up
         if (CLUSTER > 1) cluster_sync();               // no block leaves while another may still reach its memory

@@ -77,9 +77,4 @@ template <typename SumT, typename O, int BN, int MI> struct ScaleEpilogue {
         if constexpr (sizeof(O) == 2) return pair_from<O>(low, high);
         else return {out(low), out(high)};
     }
-    __device__ __forceinline__ unsigned pack(Value low, Value high) {  // 16 or 32 bits
-        const auto both = pair(low, high);
-        if constexpr (sizeof(O) == 1) return *reinterpret_cast<const unsigned short*>(&both);
-        else return *reinterpret_cast<const unsigned*>(&both);
-    }
 };

@@ -14,7 +14,7 @@ import torch
 
 from qsparse.kernels import _gemm_sm90_configs as float_configs
 from qsparse.kernels._gemm_int8_epilogue import FORMAT, Epilogue
-from qsparse.kernels._gemm_sm90_configs import NO_MAP, TABLE, Config, grid
+from qsparse.kernels._gemm_sm90_configs import NO_MAP, TABLE, Config, grid, output_map
 from qsparse.kernels._load import multiprocessors, prepare, tensor_map
 
 __all__ = ["TABLE"]  # found here too
@@ -31,27 +31,28 @@ OUTPUTS = {
     torch.uint8: "unsigned char",
 }
 _FORMATS = f"128s128s128sP{FORMAT}iiiii"
-_TMA_STORE, _PAIRS, _EIGHTS = 2, 8, 16  # enum Flag of the pipeline
+_TMA_STORE, _PAIRS = 2, 8  # enum Flag of the pipeline
 COLUMN_BYTES = 12  # scale, bias and sum of a column of weights, as in common/scale_epilogue.cuh
 _STEP = 128
 
 # The float product's, with room for the columns' scales; and more ways to divide K, which is half as many stages long.
 CONFIGS = (
-    Config(128, 256, 2, 4, cm=2, panels=1),
+    Config(128, 256, 2, 3, cm=2, panels=4),
     Config(128, 256, 2, 4, panels=1),
-    Config(256, 128, 2, 4, panels=1),
-    Config(128, 128, 2, 6, cm=2, panels=1, pingpong=True),
+    Config(128, 256, 2, 3, panels=4),
     Config(128, 128, 2, 6, cn=2, panels=1, pingpong=True),
     Config(128, 128, 2, 6, panels=1, pingpong=True),
+    Config(128, 128, 2, 5, cm=2, panels=3, pingpong=True),
+    Config(128, 64, 2, 6, panels=1),
+    Config(128, 64, 2, 6, cn=2, panels=1),
     Config(64, 128, 1, 7, panels=1),
     Config(64, 64, 1, 8, panels=1),
-    Config(64, 64, 1, 8, split=2, panels=1),
-    Config(64, 64, 1, 4, split=4, panels=1),
+    Config(64, 64, 1, 6, split=2, panels=1),
     Config(64, 128, 1, 4, split=4, panels=1),
-    Config(64, 64, 1, 4, split=8, panels=1),
 )
 # Other outputs, and unsigned activations, are compiled for fewer shapes; these serve all sizes well enough.
-FEW = (CONFIGS[1], CONFIGS[6], CONFIGS[7], CONFIGS[9])
+FEW = (CONFIGS[0], CONFIGS[8], CONFIGS[9], CONFIGS[10])
+_BYTE = (CONFIGS[0], CONFIGS[8], CONFIGS[10])  # a panel of 8-bit outputs is 128 columns wide
 _HALVES = (torch.float16, torch.bfloat16)
 
 
@@ -64,6 +65,8 @@ def instance(config: Config, x: torch.dtype, out: torch.dtype) -> str:
 
 def configs(x: torch.dtype, out: torch.dtype) -> tuple[Config, ...]:
     """The configurations compiled for these types."""
+    if out.itemsize == 1:
+        return _BYTE
     return CONFIGS if x != torch.uint8 and out in _HALVES else FEW
 
 
@@ -148,16 +151,10 @@ def launch_gemm(
 def _plan(device, m, n, k, ldx, ldw, x, out, y_offset, config) -> _Plan:
     gpu, sms = multiprocessors(device)
     config = config or choose(m, n, k, x, out, gpu, sms)
-    flags = 0
-    if n % 2 == 0 and y_offset % (2 * out.itemsize) == 0:
-        flags |= _PAIRS
-    if n % 8 == 0 and y_offset % 8 == 0:
-        flags |= _EIGHTS
-    y_map = None
-    if out in _HALVES and config.split == 1 and n % 8 == 0 and y_offset == 0:
-        y_map = (out, m, n, n, (16, 64))
-        flags |= _TMA_STORE
-    shared = config.shared(out.itemsize, COLUMN_BYTES)
+    flags = _PAIRS if n % 2 == 0 and y_offset % (2 * out.itemsize) == 0 else 0
+    y_map = output_map(config, out, m, n, y_offset)
+    flags |= _TMA_STORE if y_map else 0
+    shared = config.shared(COLUMN_BYTES)
     return _Plan(
         prepare(
             device,

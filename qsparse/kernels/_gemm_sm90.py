@@ -29,6 +29,7 @@ from qsparse.kernels._gemm_sm90_configs import (
     candidates,
     choose,
     grid,
+    output_map,
 )
 from qsparse.kernels._load import launch, multiprocessors, prepare, tensor_map
 
@@ -144,12 +145,10 @@ def _plan(device, m, n, k, ldx, ldw, dtype, out, x_k, w_k, mask_mode, relu, accu
         config = biggest(TF32 if dtype == torch.float32 else FEW, m, n, sms)
     step = STEP // dtype.itemsize
     flags = (_RELU if relu else 0) | (_ACCUMULATE if accumulate else 0) | _pairs(out, n, y_offset)
-    y_map = None
-    if out != torch.float32 and config.split == 1 and n % 8 == 0 and y_offset == 0:
-        y_map = (out, m, n, n, (16, 64))
-        flags |= _TMA_STORE
+    y_map = output_map(config, out, m, n, y_offset)
+    flags |= _TMA_STORE if y_map else 0
     instance = config.instance(dtype, out, x_k, w_k, mask_mode)
-    shared = config.shared(out.itemsize, dtype.itemsize)
+    shared = config.shared(dtype.itemsize)
     return _Plan(
         prepare(device, SOURCE, instance, _FORMATS, *grid(config, m, n, sms), shared),
         (m, n, k),
@@ -173,17 +172,19 @@ def launch_split(x, ldx: int, w, ldw: int, bias, y, *, relu: bool = False, alpha
     config = biggest(SPLIT, m, n, sms)
     x_parts, x_scale = _split(x, ldx)
     w_parts, w_scale = _split(w, ldw)
-    maps = (
+    maps = [
         tensor_map(parts.data_ptr(), parts.dtype, 2 * rows, k, parts.shape[2], (box, 64))
         for parts, rows, box in ((x_parts, m, config.bm // config.cn), (w_parts, n, config.bn // config.cm))
-    )
+    ]
+    y_map = output_map(config, y.dtype, m, n, y.data_ptr() % 16)
+    maps.append(tensor_map(y.data_ptr(), *y_map) if y_map else NO_MAP)
     arguments = (
-        *(*maps, NO_MAP, _address(bias), y.data_ptr(), 0, x_scale.data_ptr(), w_scale.data_ptr()),
-        *(m, n, k, alpha, (_RELU if relu else 0) | _pairs(y.dtype, n, y.data_ptr() % 16), config.group),
+        *(*maps, _address(bias), y.data_ptr(), 0, x_scale.data_ptr(), w_scale.data_ptr()),
+        *(m, n, k, alpha, (_RELU if relu else 0) | (_TMA_STORE if y_map else 0), config.group),
     )
     instance = config.instance(torch.float16, torch.float32, parts=2)
     blocks, threads = grid(config, m, n, sms)
-    shared = config.shared(4, 4)
+    shared = config.shared(4)
     launch(x.device, SOURCE, instance, _FORMATS, arguments, grid=blocks, block=threads, shared=shared)
     return y
 

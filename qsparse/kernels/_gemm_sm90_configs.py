@@ -56,8 +56,8 @@ class Config:
             raise ValueError(f"a cluster either splits K or shares loads: {self}")
         if self.split > 1 and self.bm * self.bn * 4 > self.stages * self._stage:
             raise ValueError(f"the partial sums do not fit the stages' memory: {self}")
-        if self.shared(2) > SHARED_LIMIT:
-            raise ValueError(f"{self.shared(2)} bytes of shared memory, {SHARED_LIMIT} allowed: {self}")
+        if self.shared() > SHARED_LIMIT:
+            raise ValueError(f"{self.shared()} bytes of shared memory, {SHARED_LIMIT} allowed: {self}")
 
     @property
     def _stage(self) -> int:
@@ -67,10 +67,10 @@ class Config:
     def cluster(self) -> int:
         return self.cm * self.cn * self.split
 
-    def shared(self, out_bytes: int, bias_bytes: int = 2) -> int:
-        """Dynamic shared memory a block, in bytes, for outputs of ``out_bytes`` and biases of ``bias_bytes`` each."""
-        staged = self.consumers * self.panels * 8192 if out_bytes == 2 and self.split == 1 else 0
-        return self.stages * self._stage + staged + self.consumers * self.bn * bias_bytes + 2 * self.stages * 8 + 1024
+    def shared(self, column_bytes: int = 2) -> int:
+        """Dynamic shared memory a block, in bytes, where the epilogue keeps ``column_bytes`` for each column."""
+        staged = self.consumers * self.panels * 8192 if self.split == 1 else 0
+        return self.stages * self._stage + staged + self.consumers * self.bn * column_bytes + 2 * self.stages * 8 + 1024
 
     def reads(self, x_k: bool, w_k: bool) -> bool:
         """Whether the cluster can divide loads of operands that lie this way (64-wide boxes where not K-major)."""
@@ -181,6 +181,13 @@ def biggest(configs: tuple[Config, ...], m: int, n: int, sms: int) -> Config:
     """The first, that is the biggest tile, that still gives most multiprocessors one; else the last."""
     fills = (c for c in configs if -(-m // c.bm) * -(-n // c.bn) >= 0.75 * sms)
     return next(fills, configs[-1])
+
+
+def output_map(config: Config, out: torch.dtype, m: int, n: int, y_offset: int) -> tuple | None:
+    """What ``tensor_map`` needs besides the address of y (M, N); None where the copy engine cannot store it."""
+    if config.split > 1 or n * out.itemsize % 16 or y_offset:
+        return None
+    return out, m, n, n, (16, 128 // out.itemsize), True
 
 
 def grid(config: Config, m: int, n: int, sms: int) -> tuple[int, int]:

@@ -286,18 +286,22 @@ def multiprocessors(device: int) -> tuple[str, int]:
 
 
 @functools.lru_cache(maxsize=1024)
-def tensor_map(address: int, dtype, rows: int, columns: int, stride: int, box: tuple[int, int]) -> bytes:
+def tensor_map(
+    address: int, dtype, rows: int, columns: int, stride: int, box: tuple[int, int], as_it_is: bool = False
+) -> bytes:
     """A TMA descriptor of a row-major matrix, 128-byte swizzled, for a ``__grid_constant__`` parameter (``128s``).
 
     ``stride`` is the distance between rows in elements; ``box`` is (rows, columns) of one load or store, the columns
     spanning 128 bytes at most. The address and the stride must be multiples of 16 bytes. What a load reads beyond the
-    matrix is zero.
+    matrix is zero. float32 is rounded to tf32 on the way, but not ``as_it_is``.
     """
     from cuda.bindings import driver
 
     kinds = driver.CUtensorMapDataType
+    full, tf32 = kinds.CU_TENSOR_MAP_DATA_TYPE_FLOAT32, kinds.CU_TENSOR_MAP_DATA_TYPE_TFLOAT32
     kind = {
-        "float32": kinds.CU_TENSOR_MAP_DATA_TYPE_TFLOAT32,  # rounded to tf32 on the way to shared memory
+        "float32": full if as_it_is else tf32,
+        "int32": kinds.CU_TENSOR_MAP_DATA_TYPE_INT32,
         "float16": kinds.CU_TENSOR_MAP_DATA_TYPE_FLOAT16,
         "bfloat16": kinds.CU_TENSOR_MAP_DATA_TYPE_BFLOAT16,
         "int8": kinds.CU_TENSOR_MAP_DATA_TYPE_UINT8,  # bytes: the copy engine only moves them
