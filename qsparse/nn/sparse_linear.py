@@ -6,16 +6,20 @@ import torch
 
 from qsparse import kernels
 from qsparse.nn._common import DTYPES, by_rows, check_activation
+from qsparse.nn._sparse_pattern import Pattern
 
 _INDEX_NAMES = {"csr": ("col_indices", "row_offsets"), "coo": ("rows", "cols")}
 
 
 class SparseLinear(torch.nn.Module):
-    """``y = act(x @ W.T + bias)`` with ``W (out_features, in_features)`` sparse, for inference.
+    """``y = act(x @ W.T + bias)`` with ``W (out_features, in_features)`` sparse; its pattern is fixed.
 
     Buffers are named as ``kernels.spmm_csr`` and ``kernels.spmm_coo`` name their arguments: ``values`` and
     ``col_indices``, ``row_offsets`` (CSR) or ``rows``, ``cols`` (COO, in ascending order of rows). Indices are checked
     when they are set by ``from_csr``, ``from_coo`` or ``load_state_dict``, and not again at each call.
+
+    ``make_trainable`` turns ``values`` and ``bias`` into parameters. Gradients are computed where an entry is stored
+    and nowhere else: no dense gradient is ever made. What the kernels find out about the pattern is kept between calls.
     """
 
     def __init__(
@@ -41,6 +45,7 @@ class SparseLinear(torch.nn.Module):
             self.register_buffer(name, torch.zeros(size, dtype=torch.int32))
         self.register_buffer("bias", torch.zeros(out_features, dtype=dtype) if bias else None)
         self.register_load_state_dict_post_hook(lambda layer, _: layer.check())
+        self._pattern: Pattern | None = None  # of the indices that were checked last
 
     @classmethod
     def from_csr(cls, values, col_indices, row_offsets, *, shape, bias=None, activation=None) -> SparseLinear:
@@ -66,6 +71,7 @@ class SparseLinear(torch.nn.Module):
 
     def check(self) -> None:
         """Raise ValueError unless every index lies inside W (and COO rows ascend)."""
+        self._pattern = None
         if self.format == "coo" and bool((self.rows[1:] < self.rows[:-1]).any()):
             raise ValueError("rows must ascend")
         self._spmm(self.values.new_zeros(0, self.in_features), check=True)  # the face's own checks; no row, no work
@@ -74,7 +80,30 @@ class SparseLinear(torch.nn.Module):
     def nnz(self) -> int:
         return self.values.numel()
 
+    def make_trainable(self) -> SparseLinear:
+        """Make ``values`` and ``bias`` parameters, in place; returns the layer."""
+        for name in ("values", "bias"):
+            if name in self._buffers:
+                buffer = self._buffers.pop(name)
+                self.register_parameter(name, None if buffer is None else torch.nn.Parameter(buffer))
+        return self
+
+    def pattern(self) -> Pattern | None:
+        """What is known of where the entries are; None while a CUDA graph captures and nothing is known yet.
+
+        Finding out waits for the GPU, so call the layer once before it is captured.
+        """
+        indices = tuple(getattr(self, name) for name in _INDEX_NAMES[self.format])
+        if self._pattern is None or not self._pattern.of(indices):
+            if indices[0].is_cuda and torch.cuda.is_current_stream_capturing():
+                return None
+            self._pattern = Pattern(self.format, indices, (self.out_features, self.in_features))
+        return self._pattern
+
     def forward(self, x: torch.Tensor) -> torch.Tensor:
+        inputs = (x, self.values, self.bias)
+        if torch.is_grad_enabled() and any(each is not None and each.requires_grad for each in inputs):
+            return by_rows(x, lambda rows: _SparseFunction.apply(rows, self.values, self.bias, self))
         return by_rows(x, lambda rows: self._spmm(rows, check=False))
 
     def _spmm(self, x: torch.Tensor, check: bool) -> torch.Tensor:
@@ -84,8 +113,13 @@ class SparseLinear(torch.nn.Module):
             "relu": self.activation == "relu",
             "check": check,
         }
+        planned = x.is_cuda and not check and not torch.compiler.is_compiling()
         if self.format == "csr":
-            return kernels.spmm_csr(x, self.values, self.col_indices, self.row_offsets, **options)
+            pattern = self.pattern() if planned else None
+            plan = None if pattern is None else pattern.plan
+            return kernels.spmm_csr(x, self.values, self.col_indices, self.row_offsets, plan=plan, **options)
+        if planned and (pattern := self.pattern()) is not None:
+            return kernels.spmm_csr(x, self.values, pattern.cols, pattern.offsets, plan=pattern.plan, **options)
         return kernels.spmm_coo(x, self.values, self.rows, self.cols, ordered=True, **options)
 
     def cpu_kernel(self) -> str:
@@ -106,3 +140,26 @@ class SparseLinear(torch.nn.Module):
     @classmethod
     def from_description(cls, options: dict) -> SparseLinear:
         return cls(**{**options, "dtype": DTYPES[options["dtype"]]})
+
+
+class _SparseFunction(torch.autograd.Function):
+    """Forward and backward in our kernels, the backward pass at W's entries only."""
+
+    @staticmethod
+    def forward(ctx, x, values, bias, layer):
+        y = layer._spmm(x, check=False)
+        ctx.save_for_backward(x, values, y if layer.activation == "relu" else None)
+        ctx.layer = layer
+        return y
+
+    @staticmethod
+    def backward(ctx, dy):
+        x, values, y = ctx.saved_tensors
+        pattern = ctx.layer.pattern()
+        if pattern is None:
+            raise RuntimeError("call a SparseLinear once before its backward pass is captured in a CUDA graph")
+        dz, dbias = kernels.bias_relu_grad(dy, y)
+        needs_x, needs_values, needs_bias, _ = ctx.needs_input_grad
+        dx = pattern.times(dz, values) if needs_x else None
+        dvalues = pattern.sample(dz, x) if needs_values else None
+        return dx, dvalues, dbias if needs_bias else None, None
