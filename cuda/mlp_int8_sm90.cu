@@ -223,7 +223,7 @@ __device__ __forceinline__ void quantize_row(const float4 (&v)[WORDS], const Sou
         if (kept && source.fixed != 0.0f) {
             four = packed(by.nearest(v[i].x), by.nearest(v[i].y), by.nearest(v[i].z), by.nearest(v[i].w));
         } else if (kept) {  // nothing lies beyond the row's own maximum
-            auto nearest = [&](float x) { return __float_as_int(by.nearest_unclipped(x)); };
+            auto nearest = [&](float x) { return static_cast<int>(by.nearest_finite<false>(x)); };
             four = packed(nearest(v[i].x), nearest(v[i].y), nearest(v[i].z), nearest(v[i].w));
         }
         *reinterpret_cast<unsigned*>(q + k) = four;
@@ -305,9 +305,7 @@ __device__ __forceinline__ void multiply(int (&d)[MW][NT][4], const signed char*
     const int g = threadIdx.x % 32 / 4, t = threadIdx.x % 4;
     a += t * 16;
     b += g * ldb + t * 16;
-    int tile[NT];
-#pragma unroll
-    for (int j = 0; j < NT; ++j) tile[j] = min(j, tiles - 1) * 8 * ldb;
+    const int line8 = 8 * ldb, last = (tiles - 1) * line8;
     Rows<MW> coming[DEPTH];
 #pragma unroll
     for (int i = 0; i < DEPTH; ++i)
@@ -321,7 +319,7 @@ __device__ __forceinline__ void multiply(int (&d)[MW][NT][4], const signed char*
         if (after < pieces) load_rows<MW, LOCAL>(coming[DEPTH - 1], a + after * PIECE, lda, rows);
 #pragma unroll
         for (int j = 0; j < NT; ++j) {
-            const uint4 w = *reinterpret_cast<const uint4*>(b + tile[j] + p * PIECE);
+            const uint4 w = *reinterpret_cast<const uint4*>(b + min(j * line8, last) + p * PIECE);
 #pragma unroll
             for (int i = 0; i < MW; ++i) {
                 mma(d[i][j], now.low[i].x, now.high[i].x, now.low[i].y, now.high[i].y, w.x, w.y);

@@ -104,7 +104,7 @@ CONFIGS = (
 )
 _GROUPS = (8, 16)
 # float32 operands: tf32 takes the first two of the big tiles; two sets of sums, for the split ones, need small tiles.
-TF32 = (Config(128, 256, 2, 4, cm=2), Config(128, 128, 2, 6), Config(64, 128, 1, 7))
+TF32 = (Config(128, 256, 2, 4, cm=2, panels=1), Config(128, 128, 2, 6), Config(64, 128, 1, 7))
 SPLIT = (Config(128, 128, 2, 6, cm=2), Config(128, 128, 2, 6), Config(64, 64, 1, 8))
 # Outputs in float32 and masks are compiled for fewer shapes; these serve all sizes well enough.
 FEW = (CONFIGS[0], CONFIGS[5], CONFIGS[7])

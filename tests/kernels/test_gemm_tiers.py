@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from qsparse import kernels
-from qsparse.kernels import _gemm_sm90, _gemm_sm90_configs, _load, _relu_mask
+from qsparse.kernels import _gemm_int8_sm90, _gemm_sm90, _gemm_sm90_configs, _load, _relu_mask
 from qsparse.oracles.gemm import gemm as oracle
 
 HALVES = (torch.float16, torch.bfloat16)
@@ -195,14 +195,29 @@ def test_configurations_are_checked():
         _gemm_sm90.Config(64, 64, 1, 4, cm=2, split=2)
 
 
+def test_configurations_leave_room_for_what_the_epilogue_keeps():
+    kept = [
+        (4, (*_gemm_sm90_configs.TF32, *_gemm_sm90_configs.SPLIT)),  # a float bias
+        (2, _gemm_sm90.CONFIGS),
+        (_gemm_int8_sm90.COLUMN_BYTES, _gemm_int8_sm90.CONFIGS),
+    ]
+    for column_bytes, configs in kept:
+        for config in configs:
+            assert config.shared(column_bytes) <= _gemm_sm90_configs.SHARED_LIMIT, config
+
+
+
 def test_the_tuning_table_is_valid():
     for (_, dtype, layout), rows in _gemm_sm90_configs.table().items():
-        assert dtype in ("float16", "bfloat16")
+        assert dtype in ("float16", "bfloat16", "int8")
         x_k, w_k = _gemm_sm90_configs.k_major(layout)
         for shape, config in rows:
             assert len(shape) == 3
             assert config.reads(x_k, w_k)
-            assert config.instance(getattr(torch, dtype), getattr(torch, dtype), x_k, w_k) in _gemm_sm90.INSTANCES
+            if dtype == "int8":
+                assert _gemm_int8_sm90.instance(config, torch.int8, torch.float16) in _gemm_int8_sm90.INSTANCES
+            else:
+                assert config.instance(getattr(torch, dtype), getattr(torch, dtype), x_k, w_k) in _gemm_sm90.INSTANCES
 
 
 @pytest.mark.gpu
