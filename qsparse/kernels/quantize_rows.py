@@ -168,28 +168,32 @@ def _cpu(x, scale, relu: bool, q, scales, zeros, sums) -> None:
         torch.sum(q, dim=1, dtype=torch.int32, out=sums)
 
 
-def _cpu_slice(x, scale, relu: bool, q, scales, zero) -> None:
+def _cpu_slice(x, given, relu: bool, q, scales, zero) -> None:
     if relu:
         x = x.relu()
-    low, high = (-x.amin(1), x.amax(1)) if x.shape[1] else (x.new_zeros(x.shape[0]),) * 2
-    finite = low.isfinite() & high.isfinite()
-    low, high = low.clamp_(min=0), high.clamp_(min=0)
-    if scale is None:
-        range_scale = torch.maximum(low, high) / 127 if zero is None else high / 255 + low / 255
-        usable = range_scale >= _SMALLEST_NORMAL
-        scale = torch.where(usable, range_scale, 1)
-        shift = torch.where(usable, low / scale, 0)
+    low, high = (x.amin(1), x.amax(1)) if x.shape[1] else (x.new_zeros(x.shape[0]) for _ in range(2))
+    low, high = low.clamp_(max=0), high.clamp_(min=0)
+    if zero is None:
+        torch.div(torch.maximum(-low, high), 127, out=scales)
     else:
-        shift = torch.zeros_like(scales)
-    scales.copy_(scale)
+        torch.sub(high / 255, low / 255, out=scales)
+    finite = scales.isfinite()  # as the row is
+    if given is None:
+        scales[scales < _SMALLEST_NORMAL] = 1
+    else:
+        scales.copy_(given.expand_as(scales))
     values = (x / scales[:, None]).round_()  # ties to even
-    least, most = (-127, 127) if zero is None else (0, 255)
-    if zero is not None:
-        zero.copy_(shift.round_().nan_to_num_(0).clamp_(max=255))
-        values += zero[:, None]
-    q.copy_(values.nan_to_num_(0, most, least).clamp_(least, most))
+    if zero is None:
+        values.clamp_(-127, 127)
+    else:
+        shift = (-low / scales).round_().nan_to_num_(0).clamp_(max=255) if given is None else torch.zeros_like(scales)
+        zero.copy_(shift)
+        values.add_(shift[:, None]).clamp_(0, 255)
+    if given is not None:
+        values.nan_to_num_(0)
+    q.copy_(values)
     if not finite.all():
+        for part in (q, zero):
+            if part is not None:
+                part[~finite] = 0
         scales[~finite] = torch.nan
-        q[~finite] = 0
-        if zero is not None:
-            zero[~finite] = 0
