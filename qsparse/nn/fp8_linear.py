@@ -20,6 +20,11 @@ class Fp8Linear(torch.nn.Module):
     ``input_scale (1,)`` float32 ("static"): then what lies beyond 448 scales is clipped. The output is float32.
     """
 
+    weight: torch.Tensor
+    weight_scale: torch.Tensor
+    bias: torch.Tensor | None
+    input_scale: torch.Tensor | None
+
     def __init__(
         self,
         in_features: int,

@@ -20,6 +20,11 @@ class QuantLinear(torch.nn.Module):
     gives NaN. The product is exact in integers, and the output is float32.
     """
 
+    weight: torch.Tensor
+    weight_scale: torch.Tensor
+    bias: torch.Tensor | None
+    input_scale: torch.Tensor | None
+
     def __init__(
         self,
         in_features: int,

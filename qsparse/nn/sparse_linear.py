@@ -22,6 +22,13 @@ class SparseLinear(torch.nn.Module):
     and nowhere else: no dense gradient is ever made. What the kernels find out about the pattern is kept between calls.
     """
 
+    values: torch.Tensor
+    col_indices: torch.Tensor
+    row_offsets: torch.Tensor
+    rows: torch.Tensor
+    cols: torch.Tensor
+    bias: torch.Tensor | None
+
     def __init__(
         self,
         in_features: int,

@@ -19,6 +19,10 @@ class WeightOnlyLinear(torch.nn.Module):
     ``x (..., K)``, ``bias (N,)`` and the output have ``dtype``; sums are held in float32.
     """
 
+    weight: torch.Tensor
+    weight_scale: torch.Tensor
+    bias: torch.Tensor | None
+
     def __init__(
         self,
         in_features: int,

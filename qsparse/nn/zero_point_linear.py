@@ -18,6 +18,13 @@ class ZeroPointLinear(torch.nn.Module):
     row that holds NaN or Inf gives NaN. The product is exact in integers, and the output is float32.
     """
 
+    weight: torch.Tensor
+    weight_scale: torch.Tensor
+    bias: torch.Tensor | None
+    weight_sums: torch.Tensor
+    input_scale: torch.Tensor | None
+    input_zero: torch.Tensor | None
+
     def __init__(
         self,
         in_features: int,
