@@ -55,6 +55,19 @@ class Op(enum.StrEnum):
     quantize_rows = "quantize_rows"
 
 
+class SparseOp(enum.StrEnum):
+    spmm_csr = "spmm_csr"
+    spmm_coo = "spmm_coo"
+    spmm_csr_transposed = "spmm_csr_transposed"
+    sddmm = "sddmm"
+
+
+class SparseDtype(enum.StrEnum):
+    float32 = "float32"
+    float16 = "float16"
+    bfloat16 = "bfloat16"
+
+
 class Compile(enum.StrEnum):
     off = "off"
     default = "default"
@@ -173,6 +186,43 @@ def int8(
         ops=tuple(each.value for each in op or ()),
         shapes=parsed,
         compile=compile.value,
+        repetitions=repetitions,
+        out=out,
+        say=_say,
+    )
+    _finish(result, out, as_json)
+
+
+@app.command(epilog=example("qsparse bench spmm --shapes 64,1024,784 --density 0.1"))
+def spmm(
+    op: Annotated[
+        list[SparseOp] | None, typer.Option(show_default="all", help="What to time; repeat it for more.")
+    ] = None,
+    dtype: Annotated[
+        list[SparseDtype] | None, typer.Option(show_default="float32 and float16", help="Repeatable.")
+    ] = None,
+    shapes: Annotated[list[str] | None, SHAPES] = None,
+    density: Annotated[
+        list[float] | None,
+        typer.Option(min=1e-6, max=1, show_default="0.3, 0.1, 0.05, 0.02", help="Share of entries; repeatable."),
+    ] = None,
+    device: Annotated[Device, DEVICE] = Device.auto,
+    repetitions: Annotated[int, REPETITIONS] = 100,
+    out: Annotated[Path | None, OUT] = None,
+    as_json: Annotated[bool, JSON] = False,
+) -> None:
+    """Time products with sparse weights, and say where they begin to beat dense ones. Exits with 1 if one was wrong."""
+    parsed = tuple(parse_shape(each) for each in shapes or ())
+
+    from qsparse.bench.spmm import bench
+    from qsparse.device import resolve_device
+
+    result = bench(
+        resolve_device(device.value, _say),
+        ops=tuple(each.value for each in op or ()),
+        dtypes=tuple(each.value for each in dtype or ()),
+        shapes=parsed,
+        densities=tuple(density or ()),
         repetitions=repetitions,
         out=out,
         say=_say,

@@ -49,6 +49,18 @@ GPU_WEIGHT_ONLY: tuple[Shape, ...] = ((16, 8192, 8192), (1, 8192, 8192), (16, 16
 CPU_WEIGHT_ONLY: tuple[Shape, ...] = ((16, 1024, 1024), (1, 4096, 4096))
 """Few rows before large weights, which take longer to read than to multiply."""
 
+GPU_SPARSE: tuple[Shape, ...] = (
+    (4096, 4096, 4096),
+    (512, 4096, 4096),
+    (64, 4096, 4096),
+    (8, 4096, 4096),
+    (4096, 1024, 784),
+    (256, 1024, 784),
+    (60000, 256, 784),
+)
+
+CPU_SPARSE: tuple[Shape, ...] = ((1024, 1024, 784), (64, 1024, 784), (1, 1024, 784))
+
 
 def parse_shape(text: str) -> Shape:
     """Turn "M,N,K" into three integers; UserError unless all three are there and at least 1."""

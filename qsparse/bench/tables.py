@@ -54,6 +54,52 @@ def show_networks(cells: list[dict], means: dict[str, dict], file: IO[str] | Non
     )
 
 
+def show_sparse(rows: list[dict], means: list[dict], crossovers: list[dict], file: IO[str] | None = None) -> None:
+    """Print what `bench.spmm` found to `file` (standard output): the cells, their means, and the crossovers."""
+    file = file or sys.stdout
+    groups: dict[tuple, list[dict]] = {}
+    for row in rows:
+        groups.setdefault((row["op"], row["dtype"], row["plan"]), []).append(row)
+    for key, members in groups.items():
+        op, dtype, plan = key
+        table = _empty_table(f"{op} {dtype}, plan: {plan}")
+        peers = list(dict.fromkeys(row["peer"] for row in members))
+        headings = ["M, N, K", "density", "tier", "µs", "TFLOP/s"]
+        for heading in (*headings, *(_heading(peer, what) for peer in peers for what in ("µs", "ratio")), "error"):
+            table.add_column(heading, justify="left" if heading == "M, N, K" else "right")
+        cells: dict[tuple, dict[str, dict]] = {}
+        for row in members:
+            cells.setdefault((*row["shape"], row["density"]), {})[row["peer"]] = row
+        for (*shape, density), by_peer in cells.items():
+            first = next(iter(by_peer.values()))
+            line = [", ".join(map(str, shape)), f"{density:g}", first["tier"]]
+            line += [_number(first["us"]) if first["correct"] else "WRONG", _number(first["tflops"])]
+            for peer in peers:
+                row = by_peer.get(peer, {})
+                line += [_number(row.get("peer_us")), _ratio(row.get("ratio"))]
+            table.add_row(*line, "not finite" if first["error"] is None else f"{first['error']:.1e}")
+        for name in ("ratio", "worst_ratio"):
+            found = {mean["peer"]: mean[name] for mean in means if (mean["op"], mean["dtype"], mean["plan"]) == key}
+            line = ["geometric mean" if name == "ratio" else "worst", *[""] * (len(headings) - 1)]
+            table.add_row(*line, *(cell for peer in peers for cell in ("", _ratio(found.get(peer)))), "", style="bold")
+        _print(table, file)
+    if crossovers:
+        table = _empty_table("Density below which CSR beats the dense product")
+        names = [name for name in ("qsparse", "torch_csr") if any(name in entry for entry in crossovers)]
+        for heading in ("M, N, K", "dtype", *names):
+            table.add_column(heading, justify="left" if heading == "M, N, K" else "right")
+        for entry in crossovers:
+            found = (_crossover(entry[name]) if name in entry else _MISSING for name in names)
+            table.add_row(", ".join(map(str, entry["shape"])), entry["dtype"], *found)
+        _print(table, file)
+    for line in _caption(rows, None):
+        print(line, file=file)
+
+
+def _crossover(density: float | None) -> str:
+    return "all measured" if density is None else "none" if density == 0 else f"{density:.3g}"
+
+
 def _empty_table(title: str) -> Table:
     return Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False, title=title, title_justify="left")
 
