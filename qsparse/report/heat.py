@@ -2,6 +2,7 @@
 
 import os
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from matplotlib.backends.backend_agg import FigureCanvasAgg
@@ -15,7 +16,7 @@ _LINEAR = 0.1  # points: what is smaller is mostly noise, and nearly white
 _LEAST_SPAN = 1.0  # points of the scale, so that noise alone has no strong colour
 
 
-def heat_map(rows: list[dict], path: str | os.PathLike) -> Path:
+def heat_map(rows: list[dict[str, Any]], path: str | os.PathLike[str]) -> Path:
     """Draw the change of the accuracy of each layer (down) in each choice (across), with its bytes; returns `path`.
 
     rows: of `sensitivity`. Orange loses, blue gains, on a scale that is linear up to 0.1 points and logarithmic beyond.

@@ -15,9 +15,10 @@ from torch import Tensor
 
 from qsparse import checkpoint
 from qsparse.data import Split
+from qsparse.dense import dense_layers
 from qsparse.kernels.gemm_weight_only import spread_groups, unpack_int4
 from qsparse.models import MLP
-from qsparse.nn import Fp8Linear, Linear, QuantLinear, SparseLinear, WeightOnlyLinear
+from qsparse.nn import Fp8Linear, Linear, QuantLinear, SparseLinear, WeightOnlyLinear, ZeroPointLinear
 from qsparse.nn.fp8_linear import FP8
 from qsparse.train.run import load_dataset
 
@@ -45,6 +46,7 @@ class Insides:
         Raises UserError where a model cannot be loaded, or the data that the run was trained on are not there.
         """
         dense = checkpoint.load(run)
+        weights = dense_layers(dense, "look into")
         test = load_dataset(run).test
         before = _answers(dense, test)
         for variant in variants:
@@ -53,7 +55,7 @@ class Insides:
                 {
                     "run": str(run),
                     "variant": variant,
-                    "layers": [_weights(name, layer, dense.layers()[name]) for name, layer in model.layers().items()],
+                    "layers": [_weights(name, layer, weights[name]) for name, layer in model.layers().items()],
                     "masks": _masks(model),
                     **self._changes(run, test, before, _answers(model, test)),
                 }
@@ -93,7 +95,7 @@ def _answers(model: MLP, test: Split) -> Tensor:
     return torch.cat([model(chunk).argmax(dim=1) for chunk in test.images.split(_CHUNK)])
 
 
-def _weights(name: str, layer: torch.nn.Module, dense: torch.nn.Module) -> dict[str, Any]:
+def _weights(name: str, layer: torch.nn.Module, dense: Linear) -> dict[str, Any]:
     """The histogram of a layer's weights over those of the dense model."""
     w = dense.weight.detach().float()
     if isinstance(layer, SparseLinear):
@@ -118,7 +120,7 @@ def _grid(layer: torch.nn.Module) -> tuple[Tensor, Tensor, Tensor] | None:
     if isinstance(layer, WeightOnlyLinear):
         q = layer.weight if layer.bits == 8 else unpack_int4(layer.weight, layer.in_features)
         scale = spread_groups(layer.weight_scale, layer.group, layer.in_features)
-    elif isinstance(layer, QuantLinear):
+    elif isinstance(layer, QuantLinear | ZeroPointLinear):
         q, scale = layer.weight, layer.weight_scale[:, None]
     else:
         return None

@@ -6,6 +6,7 @@ import os
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
@@ -25,7 +26,7 @@ _LEGEND_CHARACTERS = 150  # that a line of the legend holds
 _LEAST_SPREAD = 0.5  # percent of accuracy: less than that on the axis would make noise look like a difference
 
 
-def png(rows: list[dict], path: str | os.PathLike, *, batch: int = 1024) -> Path:
+def png(rows: list[dict[str, Any]], path: str | os.PathLike[str], *, batch: int = 1024) -> Path:
     """Draw `rows` and write them to `path` (a temporary file beside it, then renamed); returns the path.
 
     Left: accuracy against the latency at `batch` (logarithmic; the bar spans p10 to p90). Right: accuracy against the
@@ -50,7 +51,7 @@ def png(rows: list[dict], path: str | os.PathLike, *, batch: int = 1024) -> Path
     return write(figure, path)
 
 
-def write(figure: Figure, path: str | os.PathLike) -> Path:
+def write(figure: Figure, path: str | os.PathLike[str]) -> Path:
     """Write a PNG whole or not at all; returns the path. Raises UserError where it cannot be written."""
     path = Path(path)
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
@@ -64,7 +65,7 @@ def write(figure: Figure, path: str | os.PathLike) -> Path:
     return path
 
 
-def _draw(left: Axes, right: Axes, rows: list[dict], batch: str) -> list[Line2D]:
+def _draw(left: Axes, right: Axes, rows: list[dict[str, Any]], batch: str) -> list[Line2D]:
     """Draw both panels; returns the legend's handles, one a row."""
     accuracies = [100 * row["accuracy"] for row in rows]
     medians, lows, highs = (
@@ -97,11 +98,11 @@ def _draw(left: Axes, right: Axes, rows: list[dict], batch: str) -> list[Line2D]
     return [Line2D([], [], **style) for style in styles]
 
 
-def _at_batch(rows: list[dict], field: str, batch: str) -> list[float | None]:
+def _at_batch(rows: list[dict[str, Any]], field: str, batch: str) -> list[float | None]:
     return [(row.get(field) or {}).get(batch) for row in rows]
 
 
-def _points(axes: Axes, xs: list[float | None], ys: list[float], styles: list[dict]) -> None:
+def _points(axes: Axes, xs: list[float | None], ys: list[float], styles: list[dict[str, Any]]) -> None:
     """A marker for each point; where others lie already, a smaller one on top, so that each is seen."""
     to_fraction = axes.transScale + axes.transLimits
     taken: list[tuple[float, float]] = []
@@ -113,7 +114,7 @@ def _points(axes: Axes, xs: list[float | None], ys: list[float], styles: list[di
             taken.append((across, up))
 
 
-def _labels(rows: list[dict]) -> list[str]:
+def _labels(rows: list[dict[str, Any]]) -> list[str]:
     """The variants' names, with the run and the device where these differ among the rows, as matplotlib shows them."""
     several_runs = len(distinct(rows, "run")) > 1
     several_devices = len({device_name(row) for row in rows}) > 1
@@ -127,10 +128,10 @@ def _labels(rows: list[dict]) -> list[str]:
     return [("\u200b" if label.startswith("_") else "") + label.replace("$", r"\$") for label in labels]
 
 
-def _styles(rows: list[dict]) -> list[dict]:
+def _styles(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """Colour and marker of each row: baselines black, peers hollow, no two alike among the first seven times seven."""
     styles = []
-    counts = Counter()
+    counts: Counter[bool] = Counter()
     for row in rows:
         is_baseline = row.get("variant") == "baseline"
         number = counts[is_baseline]

@@ -1,7 +1,7 @@
 """Rows -> a table for the terminal, a pipe or a file."""
 
 import sys
-from typing import IO
+from typing import IO, Any
 
 from rich import box
 from rich.console import Console
@@ -22,7 +22,7 @@ _TIMERS = {
 }
 
 
-def table(rows: list[dict], width: int | None = None) -> Table:
+def table(rows: list[dict[str, Any]], width: int | None = None) -> Table:
     """Two lines a row: accuracy, latency and bytes beside each other, with the kernel and the device that gave them.
 
     Changes, agreement, speed-ups and the share of the weight bytes refer to the baseline measured in the same run.
@@ -39,7 +39,7 @@ def table(rows: list[dict], width: int | None = None) -> Table:
     return _table(rows, None)
 
 
-def show(rows: list[dict], file: IO[str] | None = None) -> None:
+def show(rows: list[dict[str, Any]], file: IO[str] | None = None) -> None:
     """Print the table to `file` (standard output). Where that is no terminal, it is as wide as the table needs."""
     file = file or sys.stdout
     console = Console(file=file)
@@ -50,7 +50,7 @@ def show(rows: list[dict], file: IO[str] | None = None) -> None:
         Console(file=file, width=max(_width(columns), console.width)).print(columns)
 
 
-def _table(rows: list[dict], kernel_width: int | None) -> Table:
+def _table(rows: list[dict[str, Any]], kernel_width: int | None) -> Table:
     runs = distinct(rows, "run")
     columns = Table(
         box=box.SIMPLE_HEAD,
@@ -88,14 +88,14 @@ def _width(columns: Table) -> int:
     return Measurement.get(console, console.options, columns).maximum
 
 
-def _variant(row: dict) -> str:
+def _variant(row: dict[str, Any]) -> str:
     name = row.get("variant") or _MISSING
     if row.get("simulated"):
         name += "\nsimulated"
     return name if row.get("density") is None else f"{name}\ndensity {row['density']:.4g}"
 
 
-def _latency(row: dict, batch: str) -> str:
+def _latency(row: dict[str, Any], batch: str) -> str:
     microseconds = (row.get("latency_us") or {}).get(batch)
     if microseconds is None:
         return _MISSING
@@ -115,7 +115,7 @@ def _digits(value: float) -> str:
     return f"{value:#.3g}".removesuffix(".")
 
 
-def _accuracy(row: dict) -> str:
+def _accuracy(row: dict[str, Any]) -> str:
     change = row.get("accuracy_change")
     points = "" if change is None else f"\n{change:+.2f}" if round(change, 2) else "\n0.00"
     return _percent(row.get("accuracy")) + points
@@ -125,14 +125,14 @@ def _percent(fraction: float | None) -> str:
     return _MISSING if fraction is None else f"{100 * fraction:.2f} %"
 
 
-def _bytes(row: dict) -> str:
+def _bytes(row: dict[str, Any]) -> str:
     if row.get("weight_bytes") is None:
         return _MISSING
     ratio = row.get("weight_ratio")
     return f"{row['weight_bytes']:,}" + ("" if ratio is None else f"\n{100 * ratio:.1f} %")
 
 
-def _caption(rows: list[dict], with_kernels: bool) -> str:
+def _caption(rows: list[dict[str, Any]], with_kernels: bool) -> str:
     timers = [_TIMERS[timer] for timer in distinct(rows, "timer") if timer in _TIMERS]
     latency = f"Latency: median {' or '.join(timers)}. " if timers else ""
     caption = (
@@ -152,6 +152,6 @@ def _caption(rows: list[dict], with_kernels: bool) -> str:
     return caption
 
 
-def _is_unsteady(row: dict) -> bool:
+def _is_unsteady(row: dict[str, Any]) -> bool:
     low, high = row.get("latency_us_p10") or {}, row.get("latency_us_p90") or {}
     return any(high[batch] > _UNSTEADY * low[batch] for batch in low.keys() & high.keys())

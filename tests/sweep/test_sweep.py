@@ -110,6 +110,19 @@ def test_killed_three_times_it_has_the_rows_of_one_that_ran_through(uninterrupte
     assert not list((tmp_path / "sweeps/sweep/networks").glob(".cell-*"))
 
 
+def test_ctrl_c_says_how_to_go_on_and_leaves_no_process(tmp_path):
+    (tmp_path / "sweep.toml").write_text(GRID)
+    process = started(tmp_path)
+    while lines(tmp_path) < 2:
+        assert process.poll() is None, process.stderr.read()
+        time.sleep(0.01)
+    process.send_signal(signal.SIGINT)
+    _, said = process.communicate(timeout=60)  # until the workers, which hold the pipe's other end, are gone
+    assert process.returncode == cli.INTERRUPTED
+    assert f"of {CELLS} cells are in sweeps/sweep/rows.jsonl; the same command goes on" in said
+    assert lines(tmp_path) == len(rows_of(tmp_path)) < CELLS
+
+
 def test_two_workers_measure_the_same(uninterrupted, tmp_path):
     (tmp_path / "sweep.toml").write_text(GRID)
     subprocess.run(command(tmp_path, "--workers", "2"), cwd=tmp_path, check=True, capture_output=True, timeout=300)
