@@ -1,6 +1,6 @@
 # make            the package in .venv (quick when it is there already)
 # make demo       train, quantize, sparsify, report
-# make test       lint and the whole test suite; GPU tests skip where there is no GPU
+# make test       lint, types and the whole test suite; GPU tests skip where there is no GPU
 # make docs       the manual, as site/index.html
 # make gpu-test   the tests that need a GPU, with CuPy
 # make clean      forget .venv and the caches of the tools; runs/ stays
@@ -31,6 +31,7 @@ demo: install
 test: $(VENV)/.installed-test-docs$(WITH_CUDA)
 	$(BIN)/ruff check
 	$(BIN)/ruff format --check
+	$(BIN)/mypy
 	$(BIN)/python -m pytest
 
 gpu-test: $(VENV)/.installed-test-$(or $(CUDA),cuda)
@@ -40,7 +41,7 @@ docs: $(VENV)/.installed-docs
 	$(BIN)/mkdocs build --strict --quiet
 
 clean:
-	rm -rf $(VENV) .pytest_cache .ruff_cache .hypothesis build dist site
+	rm -rf $(VENV) .mypy_cache .pytest_cache .ruff_cache .hypothesis build dist site
 
 # An interrupted `venv` has a python but no pip yet, and making it again mends it: hence the pip.
 $(BIN)/pip:
