@@ -10,7 +10,7 @@ import typer
 from mkdocs.structure.files import File, Files
 from typer.testing import CliRunner
 
-from qsparse import cli
+from qsparse import cli, kernels, nn
 
 ROOT = Path(__file__).resolve().parents[1]
 EXPERIMENTS = sorted(path.parent for path in ROOT.glob("experiments/*/README.md"))
@@ -42,12 +42,26 @@ def answer(directory: Path) -> str:
 
 def on_page_markdown(markdown: str, **_: Any) -> str:
     """Fill in what stands in the code."""
-    if "<!-- commands -->" in markdown:
-        markdown = markdown.replace("<!-- commands -->", commands())
-    if "<!-- experiments -->" in markdown:
-        lines = [f"- [{title(each)}](experiments/{each.name}/README.md)" for each in EXPERIMENTS]
-        markdown = markdown.replace("<!-- experiments -->", "\n".join(lines))
+    for place, text in (("commands", commands), ("experiments", experiments), ("kernels", faces), ("layers", layers)):
+        if f"<!-- {place} -->" in markdown:
+            markdown = markdown.replace(f"<!-- {place} -->", text())
     return markdown
+
+
+def experiments() -> str:
+    """A link to each experiment's page."""
+    return "\n".join(f"- [{title(each)}](experiments/{each.name}/README.md)" for each in EXPERIMENTS)
+
+
+def faces() -> str:
+    """The reference of each kernel's face."""
+    return "\n\n".join(f"::: qsparse.kernels.{name}.{name}" for name in kernels.FACES)
+
+
+def layers() -> str:
+    """The reference of each layer."""
+    kinds = (value for name, value in vars(nn).items() if name in nn.__all__ and isinstance(value, type))
+    return "\n\n".join(f"::: {kind.__module__}.{kind.__qualname__}" for kind in kinds)
 
 
 def title(directory: Path) -> str:

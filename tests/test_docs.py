@@ -17,7 +17,7 @@ import pytest
 import typer
 from typer.testing import CliRunner
 
-from qsparse import cli, compress, measure
+from qsparse import cli, compress, kernels, measure, nn
 from qsparse.search import study
 from qsparse.train.config import TrainConfig
 from qsparse.train.run import train
@@ -136,13 +136,6 @@ def test_every_page_is_in_the_navigation():
     assert [page for page in pages if f": {page}\n" not in navigation] == []
 
 
-def test_every_kernel_is_in_the_reference():
-    from qsparse import kernels
-
-    text = (ROOT / "docs" / "reference" / "kernels.md").read_text()
-    assert re.findall(r"^::: qsparse\.kernels\.(\w+)\.\1$", text, re.MULTILINE) == list(kernels.FACES)
-
-
 def test_the_manual_builds(tmp_path, monkeypatch):
     """As `make test` builds it, but in this process: strictly, so that a link to nowhere is an error."""
     pytest.importorskip("mkdocs", reason="MkDocs is not installed: pip install '.[docs]'")
@@ -150,4 +143,7 @@ def test_the_manual_builds(tmp_path, monkeypatch):
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
     assert "qsparse sweep" in (tmp_path / "reference" / "commands.html").read_text()
+    for page, names in (("kernels", kernels.FACES), ("nn", [name for name in nn.__all__ if name[0].isupper()])):
+        text = (tmp_path / "reference" / f"{page}.html").read_text()
+        assert [name for name in names if not re.search(rf'id="qsparse\.{page}\.\w+\.{name}"', text)] == []
     assert (tmp_path / "experiments" / "10_gemm_bench" / "figure.png").is_file()
