@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import struct
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 
@@ -22,10 +22,10 @@ FORMAT = "72s"
 """The kernel parameter's letter for ``_load.launch``; only parameters of 8 bytes or whole multiples may precede it."""
 
 _LAYOUT = struct.Struct("@6P6i")
+_OUT = {dtype: number for number, dtype in enumerate(OUT_DTYPES)}
 
 
-@dataclass(frozen=True, slots=True)
-class Epilogue:
+class Epilogue(NamedTuple):
     """The arguments of ``gemm_int8`` from ``scale_x`` on, contiguous tensors on one GPU or None."""
 
     scale_x: torch.Tensor | None = None
@@ -38,11 +38,11 @@ class Epilogue:
 
     def pack(self, out_dtype: torch.dtype) -> bytes:
         """``struct Int8Epilogue``."""
-        arrays = self.scale_x, self.scale_w, self.bias, self.scale_y, self.zero_x, self.sums_w
+        scale_x, scale_w, bias, zero_x, sums_w, scale_y, relu = self
         return _LAYOUT.pack(
-            *(0 if a is None else a.data_ptr() for a in arrays),
-            *(0 if a is None or a.numel() == 1 else 1 for a in (self.scale_x, self.scale_w, self.zero_x)),
-            self.relu,
-            OUT_DTYPES.index(out_dtype),
+            *(0 if a is None else a.data_ptr() for a in (scale_x, scale_w, bias, scale_y, zero_x, sums_w)),
+            *(0 if a is None or a.numel() == 1 else 1 for a in (scale_x, scale_w, zero_x)),
+            relu,
+            _OUT[out_dtype],
             0,
         )

@@ -24,6 +24,11 @@ def longest_int32(dtype: torch.dtype, corrected: bool = False) -> int:
     return (2**31 - 1) // ((255 if corrected or dtype == torch.uint8 else 128) * 128)
 
 
+# What the checks decide depends only on shapes, strides, dtypes and devices: a call like an earlier one skips them,
+# which a small product on the GPU needs if the host is not to be the slower part.
+_routes: dict[tuple, tuple] = {}
+
+
 @face(SOURCES)
 def gemm_int8(
     x,
@@ -84,6 +89,9 @@ def gemm_int8(
     """
     if torch.compiler.is_compiling() and tier is None:
         return _operator(x, w, scale_x, scale_w, bias, relu, out_dtype, zero_x, sums_w, scale_y)
+    given = (x, w, scale_x, scale_w, bias, zero_x, sums_w, scale_y)
+    if tier is None and (y := _repeat(given, relu, out_dtype)) is not None:
+        return y
     check_tensor("x", x, (torch.int8, torch.uint8), (None, None))
     m, k = x.shape
     check_tensor("w", w, (torch.int8,), (None, k))
@@ -100,7 +108,7 @@ def gemm_int8(
         raise ValueError(f"out_dtype int32 can overflow beyond K = {longest} (K is {k}); ask for int64")
     if zero_x is not None and sums_w is None:
         sums_w = w.sum(1, dtype=torch.int32)
-    values = (None if a is None else rows(a) for a in (scale_x, scale_w, bias, zero_x, sums_w, scale_y))
+    values = [None if a is None else rows(a) for a in (scale_x, scale_w, bias, zero_x, sums_w, scale_y)]
     epilogue = Epilogue(*values, relu)
     if x.device.type == "cpu":
         return _gemm_int8_cpu.compute(rows(x), rows(w), epilogue, out_dtype, k > longest)
@@ -113,6 +121,10 @@ def gemm_int8(
         _gemm_int8_simt.launch_gemm(x, ldx, w, ldw, y, epilogue, wide=k > longest)
     else:
         _TIERS[chosen].launch_gemm(x, ldx, w, ldw, y, epilogue)
+        if tier is None and all(a is b for a, b in zip(given, (x, w, *values), strict=True)):
+            if len(_routes) >= 4096:
+                _routes.clear()
+            _routes[_key(given, out_dtype)] = _TIERS[chosen], ldx, ldw
     return y
 
 
@@ -137,6 +149,25 @@ def _operator(
 @_operator.register_fake
 def _(x, w, scale_x, scale_w, bias, relu, out_dtype, zero_x, sums_w, scale_y):
     return x.new_empty((x.shape[0], w.shape[0]), dtype=out_dtype)
+
+
+def _key(arrays: tuple, out_dtype: torch.dtype) -> tuple:
+    return out_dtype, *(None if a is None else (a.shape, a.stride(), a.dtype, a.device) for a in arrays)
+
+
+def _repeat(arrays: tuple, relu: bool, out_dtype: torch.dtype) -> torch.Tensor | None:
+    """The product, if an earlier call of the same kind needed no copies and no ``simt``; else None."""
+    try:
+        route = _routes.get(_key(arrays, out_dtype))
+    except (AttributeError, TypeError):  # no tensors: the checks will say so
+        return None
+    x, w, *values = arrays
+    if route is None or (x.data_ptr() | w.data_ptr()) % 16:
+        return None
+    module, ldx, ldw = route
+    y = torch.empty((x.shape[0], w.shape[0]), dtype=out_dtype, device=x.device)  # PyTorch aligns it by 512 bytes
+    module.launch_gemm(x, ldx, w, ldw, y, Epilogue(*values, relu))
+    return y
 
 
 def _check_scales(out_dtype, m, n, scale_x, scale_w, bias, zero_x, sums_w, scale_y) -> None:

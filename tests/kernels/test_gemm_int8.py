@@ -27,6 +27,7 @@ def device(request, monkeypatch) -> torch.device:
 
     A tier is the best that may be taken; what it cannot read goes to a lower one.
     """
+    monkeypatch.setattr(MODULE, "_routes", {})  # what a better tier could read
     if request.param in METHODS:
         monkeypatch.setattr(_gemm_int8_cpu, "cpu_method", lambda: request.param)
         return torch.device("cpu")
@@ -324,6 +325,23 @@ def test_case_3_rows_off_16_byte_boundaries_reach_the_tensor_cores(device, k, in
     assert_same_bits(y, exact(x, w, torch.int32, zero))
     tiers = {_load.tier_of(launch.partition(":")[0]) for launch in launches}
     assert tiers == ({kernels.gemm_int8.tier(device)} if device.type == "cuda" else set())
+
+
+def test_a_repeated_call_computes_anew(device, integers, normal, assert_same_bits):
+    """The second call of a kind skips the checks: other addresses, arrays and options must not be mistaken for it."""
+    memory = integers(-128, 128, 128 * 64 + 16, device=device)
+    w, bias = integers(-128, 128, 96, 64, device=device), normal(96, device=device) * 1000
+    scales, one = normal(96, device=device), torch.full((1,), 0.5, device=device)
+    for offset in (0, 16, 1, 0, 4):  # also off 16-byte boundaries, where another tier must run
+        x = memory[offset : offset + 128 * 64].view(128, 64)
+        for arguments in ((), (None, scales), (one, scales, bias), (one, one, bias)):
+            for relu in (False, True):
+                y = kernels.gemm_int8(x, w, *arguments, relu=relu)
+                assert_same_bits(y, by_oracle(x, w, *arguments, relu=relu))
+    with pytest.raises(TypeError, match=r"^w must be an array"):
+        kernels.gemm_int8(x, w.cpu().numpy())
+    with pytest.raises(ValueError, match=r"^scale_w must have shape"):
+        kernels.gemm_int8(x, w, None, scales[:5])
 
 
 @pytest.mark.gpu
