@@ -56,7 +56,7 @@ def html(
     }
     from plotly.offline import get_plotlyjs
 
-    template = resources.files("qsparse.report") / "page"
+    template = resources.files("qsparse.report") / "template"
     css, js, page = ((template / name).read_text("utf-8") for name in ("page.css", "page.js", "page.html"))
     # In a script element "</" could end it, and "<!--" open a comment.
     safe = json.dumps(data, allow_nan=False, separators=(",", ":")).replace("<", "\\u003c")
