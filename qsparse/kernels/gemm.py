@@ -182,7 +182,7 @@ def _repeat(x, w, bias, relu: bool, alpha: float):
         return None
     if plan is None or (x.data_ptr() | w.data_ptr()) % 16:
         return None
-    y = torch.empty((x.shape[0], w.shape[0]), dtype=x.dtype, device=x.device)  # PyTorch aligns it by 512 bytes
+    y = x.new_empty((x.shape[0], w.shape[0]))  # PyTorch aligns it by 512 bytes; quicker than torch.empty
     return _gemm_sm90.launch_plan(plan, x, w, bias, y, alpha)
 
 
