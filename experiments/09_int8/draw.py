@@ -64,8 +64,13 @@ def tables(rows: list[dict]) -> str:
     known = Rows(rows)
     parts = [*_targets(known), *_products(known), *_weight_only(known), *_quantization(known), *_networks(known)]
     last = rows[-1]
-    where = f"{last['gpu'] or last['cpu']}, PyTorch {last['torch']}, CUDA {last['cuda']}, {last['date'][:10]}."
-    return "\n".join([*parts, where])
+    commit = f", commit {last['commit'][:7]}" if last["commit"] else ""
+    where = f"{last['gpu'] or last['cpu']}, PyTorch {last['torch']}, CUDA {last['cuda']}, {last['date'][:10]}{commit}."
+    modes = sorted(
+        {row["compile"] for row in known.all if "compiled" in row["peer"] or row["peer"].startswith("torchao")}
+    )
+    how = f" Compiled peers: `torch.compile` with mode {', '.join(map(repr, modes))}." if modes else ""
+    return "\n".join([*parts, where + how])
 
 
 def _targets(known: Rows) -> list[str]:

@@ -147,6 +147,7 @@ class Measurement:
     """What came out for one contender. Times in microseconds, None where there are none (a wrong output has none).
 
     `launches` names our kernels that ran, as SOURCE:INSTANCE with every template parameter: the configuration.
+    `failure` is what a kernel said that could not run.
     """
 
     error: Error
@@ -157,6 +158,7 @@ class Measurement:
     repetitions: int = 0
     host_us: float | None = None
     launches: tuple[str, ...] = ()
+    failure: str | None = None
 
     @property
     def tier(self) -> str:
@@ -172,15 +174,21 @@ def compete(
 
     On a GPU the time is that of a CUDA-graph replay with the L2 cache flushed before it, `repetitions` times (fewer for
     calls beyond 5 ms), and `host_us` the time that one call keeps the host without waiting for the GPU. On a CPU it is
-    wall-clock time.
+    wall-clock time. One of our kernels that cannot run is wrong, and the others go on.
 
     Returns (measurement by name, telemetry fields).
     """
     contenders = kernels | peers
     measured, seconds = {}, []
     for name, contender in contenders.items():
-        with _poisoned() if name in kernels else nullcontext(), _load.launched() as launches:
-            output = contender.call()
+        try:
+            with _poisoned() if name in kernels else nullcontext(), _load.launched() as launches:
+                output = contender.call()
+        except RuntimeError as failure:
+            if name in peers or isinstance(failure, torch.cuda.OutOfMemoryError):
+                raise
+            measured[name] = Measurement(Error(math.nan, math.nan), correct=False, failure=str(failure))
+            continue
         error = contender.reference.error(output)
         measured[name] = Measurement(error, error.within(contender.tolerance), launches=tuple(launches))
     timed = {name: contender.call for name, contender in contenders.items() if measured[name].correct}
@@ -326,6 +334,7 @@ def row(
         "peer_us": against.us,
         "ratio": round(against.us / us, 4) if both else None,
         "correct": kernel.correct,
+        "failure": kernel.failure,
         "error": _finite(kernel.error.norm),
         "error_worst": _finite(kernel.error.worst),
         "peer_error": _finite(against.error.norm),

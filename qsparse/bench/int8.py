@@ -290,7 +290,12 @@ def _quantized_rows(x: Tensor) -> Tensor:
 
 
 def measure(
-    cases: Iterable[Case], shape: tuple[int, ...], device: torch.device, environment: dict, repetitions: int
+    cases: Iterable[Case],
+    shape: tuple[int, ...],
+    device: torch.device,
+    environment: dict,
+    compile: str = "off",
+    repetitions: int = REPETITIONS,
 ) -> list[dict]:
     """Check and time the cases and their peers in one interleaved run; a row for each case and peer."""
     cases = list(cases)
@@ -310,6 +315,7 @@ def measure(
             environment=environment,
             layout="nt",
             precision=None,
+            compile=compile,
             **case.fields,
             **telemetry,
         )
@@ -346,7 +352,7 @@ def bench(
         say(f"{op} {','.join(map(str, shape))}")
         if compile != "off":
             torch.compiler.reset()
-        found = measure(make(), shape, device, where, repetitions)
+        found = measure(make(), shape, device, where, compile, repetitions)
         if ceilings:
             ceilings.learn(found)
         found = [each | (ceilings.share(each, gbps) if ceilings else NO_CEILING) for each in found]

@@ -168,7 +168,7 @@ def _cells(rows: list[dict], peers: list[str]) -> dict[str, str]:
     host = next((row["peer_host_us"] for row in rows if row["peer_host_us"]), None)
     both = first["host_us"] and host
     return cells | {
-        "error": "not finite" if error is None else f"{error:.1e}",
+        "error": f"{error:.1e}" if error is not None else "failed" if first.get("failure") else "not finite",
         "host µs\nours / peer": f"{_number(first['host_us'])} / {_number(host)}" if both else _MISSING,
     }
 
@@ -192,6 +192,7 @@ def _caption(rows: list[dict], ceiling: str | None) -> list[str]:
         lines.append("cpu: the same face on the CPU, one run, wall-clock time.")
     if ceiling:
         lines.append(f"Percent {ceiling}.")
+    lines += dict.fromkeys(f"FAILED: {row['failure']}" for row in rows if row.get("failure"))
     if wrong := sum(not row["correct"] for row in rows):
         lines.append(f"WRONG: {wrong} rows of kernels whose output is not that of the reference; they are not timed.")
     return lines

@@ -105,6 +105,19 @@ def test_a_kernel_that_goes_wrong_while_it_is_timed_has_no_time():
     assert measured["kernel"] == Measurement(Error(1, 1), correct=False)
 
 
+def test_a_kernel_that_cannot_run_is_wrong_and_says_why():
+    def fails():
+        raise RuntimeError("the launch failed")
+
+    right = torch.ones(2, 2)
+    broken = Contender(Call(fails), Reference(right.double()), TIGHT)
+    measured, _ = harness.compete({"broken": broken, "right": contender(right)}, {"peer": contender(right)}, CPU)
+    assert (measured["broken"].correct, measured["broken"].failure) == (False, "the launch failed")
+    assert measured["right"].us > 0
+    with pytest.raises(RuntimeError, match="the launch failed"):
+        harness.compete({"right": contender(right)}, {"peer": broken}, CPU)
+
+
 def test_running_out_of_memory_is_no_refusal():
     def exhausted():
         raise torch.cuda.OutOfMemoryError("none left")

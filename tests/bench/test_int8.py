@@ -176,53 +176,23 @@ def test_torchao_stands_there_only_compiled_and_installed(normal, monkeypatch):
 
 
 @pytest.mark.gpu
-def test_a_run_on_the_gpu(capsys):
+def test_a_run_on_the_gpu():
     device = torch.device("cuda", torch.cuda.current_device())
-    result = int8.bench(device, ops=["gemm_int8", "quantize_rows"], shapes=[(256, 256, 784)], repetitions=50)
+    said = []
+    result = int8.bench(device, shapes=[(16, 256, 784)], repetitions=10, say=said.append)
     assert not result.wrong
-    products = [row for row in result.rows if row["op"] == "gemm_int8"]
-    assert [(row["out_dtype"], row["activations"], row["peer"]) for row in products] == [
-        ("int32", None, "torch._int_mm"),
-        ("float16", None, "torch._int_mm"),
-        ("float16", None, "torch_int8_eager"),
-        ("float16", None, "torch._scaled_mm"),
-        ("float16", "dynamic", "torch_eager_fp16"),
-        ("float16", "dynamic", "torch._addmm_activation_fp16"),
-    ]
+    assert any(line.startswith("torch._int_mm refused") for line in said)
+    assert {(row["op"], row["out_dtype"], row["activations"], row["peer"]) for row in result.rows} == {
+        ("gemm_int8", "float16", None, "torch._scaled_mm"),
+        ("gemm_int8", "float16", "dynamic", "torch_eager_fp16"),
+        ("gemm_int8", "float16", "dynamic", "torch._addmm_activation_fp16"),
+        ("gemm_fp8", "float16", None, "torch._scaled_mm"),
+        ("gemm_weight_only", "float16", "float16", "cublas"),
+        ("gemm_weight_only", "float16", "float16", "cublaslt"),
+        ("quantize_rows", "int8", None, "copy"),
+    }
     for row in result.rows:
         assert row["us"] > 0
         assert row["peer_us"] > 0
-        assert row["ceiling_gbps"] > 0 or row["op"] == "gemm_int8"
-        assert row["tier"] != "cpu"
         assert row["launches"]
-
-
-@pytest.mark.gpu
-def test_libraries_refuse_small_batches_and_ours_does_not():
-    device = torch.device("cuda", torch.cuda.current_device())
-    said = []
-    result = int8.bench(device, ops=["gemm_int8"], shapes=[(16, 256, 784)], repetitions=50, say=said.append)
-    assert not result.wrong
-    assert result.rows
-    assert any(line.startswith("torch._int_mm refused") for line in said)
-
-
-@pytest.mark.gpu
-def test_float8_products_on_the_gpu():
-    device = torch.device("cuda", torch.cuda.current_device())
-    result = int8.bench(device, ops=["gemm_fp8"], shapes=[(256, 256, 784)], repetitions=50)
-    assert not result.wrong
-    (row,) = result.rows
-    assert row["peer"] == "torch._scaled_mm"
-    assert row["peer_us"] > 0
-
-
-@pytest.mark.gpu
-def test_weight_only_products_on_the_gpu():
-    device = torch.device("cuda", torch.cuda.current_device())
-    result = int8.bench(device, ops=["gemm_weight_only"], shapes=[(16, 256, 1024), (1, 512, 512)], repetitions=50)
-    assert not result.wrong
-    assert {(row["dtype"], row["peer"]) for row in result.rows} == {
-        (dtype, peer) for dtype in ("int8wo", "int4wo") for peer in ("cublas", "cublaslt")
-    }
-    assert all(row["bound"] == "memory" for row in result.rows)
+        assert (row["bound"] == "memory") == (row["op"] in ("gemm_weight_only", "quantize_rows"))

@@ -122,10 +122,9 @@ def test_what_does_not_serve_is_refused_before_anything_runs(arguments):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("batch", [1, 64])
-def test_a_run_on_the_gpu(batch):
+def test_a_run_on_the_gpu():
     device = torch.device("cuda", torch.cuda.current_device())
-    result = mlp.bench(device, networks=[(784, 256, 10)], batches=[batch], repetitions=50)
+    result = mlp.bench(device, networks=[(784, 256, 10)], batches=[64], repetitions=10)
     assert not result.wrong
     (cell,) = result.cells
     assert cell["best_peer"] == "torch_fp16_graph"

@@ -40,7 +40,18 @@ def product(shape, peer, ratio, activations=None, **fields):
         "ratio": ratio,
         "tflops": 1300.0,
     }
-    return row | {"gpu": "Some GPU", "torch": "2", "cuda": "13", "date": "2026-11-30T00:00:00"} | fields
+    return (
+        row
+        | {
+            "gpu": "Some GPU",
+            "torch": "2",
+            "cuda": "13",
+            "date": "2026-11-30T00:00:00",
+            "compile": "default",
+            "commit": None,
+        }
+        | fields
+    )
 
 
 def line(text, start):
@@ -79,6 +90,7 @@ def test_cells_show_the_fastest_peer(draw):
         for peer, us in (("torch_fp16_graph", 680.0), ("torchao", 640.0))
     ]
     text = draw.tables(rows)
+    assert text.endswith("2026-11-30. Compiled peers: `torch.compile` with mode 'default'.")
     assert line(text, "784-4096-4096-10 | 10,000").endswith("| 400 (1.60x) | 400 (1.60x) | torchao | 640 |")
     assert line(text, "784-4096-4096-10 at 10,000, int8 static").endswith("| 1.7x | 1.60x |")
     assert line(text, "the worst cell").endswith("| 1.0x | 1.60x |")
