@@ -168,13 +168,18 @@ class Measurement:
 
 
 def compete(
-    kernels: dict[str, Contender], peers: dict[str, Contender], device: torch.device, repetitions: int = REPETITIONS
+    kernels: dict[str, Contender],
+    peers: dict[str, Contender],
+    device: torch.device,
+    repetitions: int = REPETITIONS,
+    *,
+    host: bool = True,
 ) -> tuple[dict[str, Measurement], dict[str, float | None]]:
     """Check and time our `kernels` and the `peers` in one interleaved run.
 
     On a GPU the time is that of a CUDA-graph replay with the L2 cache flushed before it, `repetitions` times (fewer for
-    calls beyond 5 ms), and `host_us` the time that one call keeps the host without waiting for the GPU. On a CPU it is
-    wall-clock time. One of our kernels that cannot run is wrong, and the others go on.
+    calls beyond 5 ms), and (unless `host` is false) `host_us` the time that one call keeps the host without waiting for
+    the GPU. On a CPU it is wall-clock time. One of our kernels that cannot run is wrong, and the others go on.
 
     Returns (measurement by name, telemetry fields).
     """
@@ -201,7 +206,7 @@ def compete(
             samples, outputs = graph_times(timed, device, _repetitions(repetitions, seconds))
         else:
             samples, outputs = wall_times(timed, _CPU_BUDGET_S)
-    host = _host_us(timed, seconds) if device.type == "cuda" else {}
+    host_us = _host_us(timed, seconds) if host and device.type == "cuda" else {}
     for name, times in samples.items():
         error = contenders[name].reference.error(outputs[name])
         if not error.within(contenders[name].tolerance):  # right alone, wrong in the timed run
@@ -213,7 +218,7 @@ def compete(
             us_p10=round(percentile(times, 10), 3),
             us_p90=round(percentile(times, 90), 3),
             repetitions=len(times),
-            host_us=host.get(name),
+            host_us=host_us.get(name),
         )
     return measured, telemetry.fields()
 

@@ -49,7 +49,7 @@ from qsparse.errors import UserError
 from qsparse.kernels.gemm_weight_only import spread_groups, unpack_int4
 from qsparse.measure import environment
 
-OPS = ("gemm_int8", "gemm_fp8", "gemm_weight_only", "quantize_rows")
+OPS = ("gemm_int8", "gemm_weight_only", "quantize_rows", "gemm_fp8")
 COMPILE = ("off", "default", "max-autotune-no-cudagraphs")
 QUANTIZED = ("float16", "bfloat16", "float32")
 _FUSED = {"epilogue": "bias_relu", "out_dtype": "float16"}
@@ -364,9 +364,6 @@ def bench(
     if "gemm_int8" in ops:
         for shape in products:
             time("gemm_int8", shape, lambda shape=shape: int8_cases(layer(shape, device), compile, say))
-    if "gemm_fp8" in ops:
-        for shape in products:
-            time("gemm_fp8", shape, lambda shape=shape: float8_cases(layer(shape, device), say))
     if "gemm_weight_only" in ops:
         for shape in shapes or (GPU_WEIGHT_ONLY if on_gpu else CPU_WEIGHT_ONLY):
             time("gemm_weight_only", shape, lambda shape=shape: weight_only_cases(shape, device, compile, say), read)
@@ -374,6 +371,9 @@ def bench(
         matrices = dict.fromkeys((m, k) for m, _, k in shapes) or (GPU_QUANTIZED if on_gpu else CPU_QUANTIZED)
         for m, k in matrices:
             time("quantize_rows", (m, k), lambda m=m, k=k: quantize_cases(m, k, device))
+    if "gemm_fp8" in ops:
+        for shape in products:
+            time("gemm_fp8", shape, lambda shape=shape: float8_cases(layer(shape, device), say))
     ceiling = None
     if ceilings:
         best = ", ".join(f"{dtype} {value:.0f}" for (dtype, _), value in ceilings.tflops.items()) or "not measured"

@@ -27,6 +27,7 @@ from qsparse.measure import environment
 
 MODULES = {"float16": "_gemm_sm90", "bfloat16": "_gemm_sm90", "int8": "_gemm_int8_sm90"}
 DTYPES = tuple(MODULES)
+_REPETITIONS = 50
 _KEY = ("gpu", "dtype", "layout", "shape")
 
 
@@ -90,7 +91,7 @@ def _fastest(face: ModuleType, shape: Shape, dtype: str, layout: str, device: to
         str(number): Contender(Call(functools.partial(face.run, config, a, b, None, False)), reference, tolerance)
         for number, config in enumerate(configs)
     }
-    measured, _ = compete(contenders, {}, device)
+    measured, _ = compete(contenders, {}, device, _REPETITIONS, host=False)
     right = {number: measurement for number, measurement in measured.items() if measurement.us}
     if not right:
         raise UserError(f"none of {len(configs)} configurations computes {dtype} {layout} {m},{n},{k} right")
