@@ -55,17 +55,17 @@ def test_gptq_s_error_is_no_larger_than_rounding_s_on_any_layer(trained, dataset
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("options", [{}, STATIC, {"granularity": "tensor", "method": "gptq"}], ids=str)
-def test_cpu_and_gpu_predict_the_same_of_every_image(trained, real_data, options):
+def test_cpu_and_gpu_predict_the_same_of_every_image(trained, real_data):
     """Bit for bit, on the 10,000 test images."""
-    images = data.load(str(real_data)).test.images
-    quantized = quantize(trained, QuantConfig(**options), images[:500])
-    with torch.inference_mode():
-        on_cpu = quantized(normalize(images, torch.float32))
-        on_gpu = quantized.to("cuda")(normalize(images, torch.float32).to("cuda")).cpu()
-    assert len(images) == 10_000
-    assert torch.equal(on_cpu.argmax(dim=1), on_gpu.argmax(dim=1))
-    assert torch.equal(on_cpu, on_gpu)
+    x = normalize(data.load(str(real_data)).test.images, torch.float32)
+    assert len(x) == 10_000
+    for options in ({}, STATIC, {"granularity": "tensor", "method": "gptq"}, {"symmetric": False}):
+        quantized = quantize(trained, QuantConfig(**options), x[:500])
+        with torch.inference_mode():
+            on_cpu = quantized(x)
+            on_gpu = quantized.to("cuda")(x.to("cuda")).cpu()
+        assert torch.equal(on_cpu.argmax(dim=1), on_gpu.argmax(dim=1)), options
+        assert torch.equal(on_cpu, on_gpu), options
 
 
 CONFIGS = [

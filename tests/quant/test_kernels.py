@@ -1,5 +1,7 @@
 """int8wo, int4wo and fp8 on their kernels: against simulation, an oracle, the bytes and the disk."""
 
+import dataclasses
+
 import numpy as np
 import pytest
 import torch
@@ -32,16 +34,10 @@ def model() -> MLP:
     return MLP((784, 40, 10), seed=1)
 
 
-@pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
-def device(request) -> torch.device:
-    return torch.device(request.param, 0 if request.param == "cuda" else None)
-
-
-@pytest.mark.parametrize("config", CONFIGS, ids=lambda config: config.variant)
-def test_the_kernel_computes_what_is_simulated(model, config, device):
+def check_the_kernel(model, config, device):
     """The same rounded numbers; weight-only keeps the rest in float16, and Hopper's fp8 adds with fewer bits."""
     kind = Fp8Linear if config.dtype == "fp8" else WeightOnlyLinear
-    simulated = quantize(model, _simulated(config), IMAGES)
+    simulated = quantize(model, dataclasses.replace(config, simulate=True), IMAGES)
     real = quantize(model, config, IMAGES).to(device)
     assert all(isinstance(layer, kind) for layer in real.layers().values())
     out, expected = real(IMAGES.to(device)).cpu(), simulated(IMAGES)
@@ -49,10 +45,15 @@ def test_the_kernel_computes_what_is_simulated(model, config, device):
     assert float((out - expected).norm() / expected.norm()) < 0.01
 
 
-def _simulated(config: QuantConfig) -> QuantConfig:
-    import dataclasses
+@pytest.mark.parametrize("config", CONFIGS, ids=lambda config: config.variant)
+def test_the_kernel_computes_what_is_simulated(model, config):
+    check_the_kernel(model, config, "cpu")
 
-    return dataclasses.replace(config, simulate=True)
+
+@pytest.mark.gpu
+def test_a_gpu_computes_what_is_simulated(model):
+    for config in CONFIGS:
+        check_the_kernel(model, config, "cuda")
 
 
 @pytest.mark.parametrize("static", [False, True])

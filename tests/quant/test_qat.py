@@ -35,7 +35,6 @@ CONFIGS = {
     "fp4": {"dtype": "fp4", **SIMULATED},
 }
 CONFIGS = {name: QuantConfig(**options, qat_epochs=1) for name, options in CONFIGS.items()}
-DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 
 
 X = torch.randn(200, 784, generator=torch.Generator().manual_seed(0))
@@ -47,9 +46,7 @@ def first_layer(config, device="cpu") -> QatLinear:
     return QatLinear(model.fc1, config, prepare(model, config, X.to(device)).grids.get("fc1"))
 
 
-@pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)
-def test_the_forward_pass_is_that_of_inference_bit_for_bit(config, device):
+def check_the_forward_pass(config, device):
     layer = first_layer(config, device=device)
     x = 2 * torch.randn(33, 784, device=device)
     with torch.no_grad():
@@ -62,6 +59,17 @@ def test_the_forward_pass_is_that_of_inference_bit_for_bit(config, device):
     with torch.no_grad():
         assert torch.equal(layer(x), frozen(x))
     assert not any(parameter.requires_grad for parameter in frozen.parameters())
+
+
+@pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)
+def test_the_forward_pass_is_that_of_inference_bit_for_bit(config):
+    check_the_forward_pass(config, "cpu")
+
+
+@pytest.mark.gpu
+def test_the_forward_pass_on_a_gpu_is_that_of_inference():
+    for config in CONFIGS.values():
+        check_the_forward_pass(config, "cuda")
 
 
 @pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)
@@ -158,8 +166,11 @@ def trained(dataset):
     return model
 
 
-@pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("options", [{}, {"weight_calibration": "lsq"}], ids=["ste", "lsq"])
+@pytest.mark.parametrize(
+    ("options", "device"),
+    [({}, "cpu"), ({"weight_calibration": "lsq"}, "cpu"), pytest.param({}, "cuda", marks=pytest.mark.gpu)],
+    ids=["ste", "lsq", "gpu"],
+)
 def test_training_recovers_what_few_bits_lose(dataset, trained, options, device):
     dataset, model = dataset.to(device), trained.replace({}).to(device)
     rounded = quantize(model, QuantConfig("int2wo", **SIMULATED))
@@ -171,19 +182,22 @@ def test_training_recovers_what_few_bits_lose(dataset, trained, options, device)
     assert len(learned.fc1.weight[0].unique()) <= 3  # it is of 2 bits
     before = trained.state_dict()
     assert all(torch.equal(tensor.cpu(), before[name]) for name, tensor in model.state_dict().items())
-    again = train_quantized(model, config, dataset, TrainConfig())
-    assert all(torch.equal(a, b) for a, b in zip(learned.buffers(), again.buffers(), strict=True))
 
 
-@pytest.mark.parametrize("device", DEVICES)
-def test_int8_gives_int8_layers_and_leaves_others_alone(dataset, trained, device):
+def test_training_is_the_same_again(dataset, trained):
+    config = QuantConfig("int4", **LSQ, **SIMULATED, qat_epochs=1)
+    one, other = (train_quantized(trained, config, dataset, TrainConfig()) for _ in range(2))
+    assert all(torch.equal(a, b) for a, b in zip(one.buffers(), other.buffers(), strict=True))
+
+
+def test_int8_gives_int8_layers_and_leaves_others_alone(dataset, trained):
     config = QuantConfig("fp32", layers={"fc1": "int8", "fc2": "fp16"}, qat_epochs=1)
-    learned = train_quantized(trained.replace({}).to(device), config, dataset.to(device), TrainConfig())
+    learned = train_quantized(trained, config, dataset, TrainConfig())
     assert isinstance(learned.fc1, QuantLinear)
     assert isinstance(learned.fc2, Linear)
     assert learned.fc2.weight.dtype == torch.float16
-    assert not torch.equal(learned.fc2.weight.float().cpu(), trained.fc2.weight)
-    assert evaluate(learned, dataset.validation.to(device))[0] > 0.8
+    assert not torch.equal(learned.fc2.weight.float(), trained.fc2.weight)
+    assert evaluate(learned, dataset.validation)[0] > 0.8
 
 
 @pytest.mark.parametrize(
