@@ -38,8 +38,7 @@ from qsparse.train.run import load_dataset, read_train_config
 
 BASELINE = "baseline"
 _DIRECTIONS = (StudyDirection.MAXIMIZE, StudyDirection.MINIMIZE, StudyDirection.MINIMIZE)
-_ENDED = (TrialState.COMPLETE, TrialState.FAIL)
-_HEARTBEAT_S = 30
+_HEARTBEAT_S, _GRACE_S = 30, 120
 _ATTEMPTS = 5
 """At making the tables, which two processes may do at the same moment."""
 
@@ -129,15 +128,23 @@ def search(
     job = _Job(run, model, dataset, target, config, seed, console)
     with _quiet():
         study = _open(storage, name or f"qsparse-{weights}", {"weights": weights, "device": target.type, **job.terms})
-        done = study.get_trials(deepcopy=False, states=_ENDED)
-        say(console, f"study {study.study_name} in {storage}: {len(done)} of {trials} trials are done")
-        if len(done) < trials:
-            enough = optuna.study.MaxTrialsCallback(trials, states=_ENDED)
+        done = _count(study)
+        say(console, f"study {study.study_name} in {storage}: {done} of {trials} trials are done")
+
+        def enough(study: optuna.Study, _: FrozenTrial) -> None:
+            if _count(study) >= trials:
+                study.stop()
+
+        if done < trials:
             study.optimize(job.objectives, callbacks=[job.report, enough], catch=(UserError, RuntimeError, ValueError))
         optuna.storages.fail_stale_trials(study)
-        count = len(study.get_trials(deepcopy=False, states=_ENDED))
+        count = _count(study)
         if study.get_trials(deepcopy=False, states=(TrialState.RUNNING,)):
-            say(console, "another process still works on this study: the last one measures the Pareto set")
+            say(
+                console,
+                "another process still works on this study: the last one measures the Pareto set (where it was killed: "
+                f"this command, in {_GRACE_S // 60} minutes)",
+            )
             return Found(run, study.study_name, storage, count, {}, [])
         front = _front(study.best_trials)
     if not front:
@@ -185,6 +192,10 @@ class _Job:
                 budget_s=config.budget_s,
                 peers=False,
             )
+        except KeyboardInterrupt:
+            raise KeyboardInterrupt(
+                f"interrupted: the study {trial.study.study_name} keeps its trials, and the same command goes on"
+            ) from None
         except Exception as error:
             trial.set_user_attr("error", f"{type(error).__name__}: {error}")
             raise
@@ -251,7 +262,7 @@ def _open(url: str, name: str, terms: dict[str, Any]) -> optuna.Study:
         try:
             waiting = {"connect_args": {"timeout": 60}} if url.startswith("sqlite") else {}
             storage = optuna.storages.RDBStorage(
-                url, engine_kwargs=waiting, heartbeat_interval=_HEARTBEAT_S, grace_period=4 * _HEARTBEAT_S
+                url, engine_kwargs=waiting, heartbeat_interval=_HEARTBEAT_S, grace_period=_GRACE_S
             )
             study = optuna.create_study(storage=storage, study_name=name, directions=_DIRECTIONS, load_if_exists=True)
             break
@@ -268,6 +279,12 @@ def _open(url: str, name: str, terms: dict[str, Any]) -> optuna.Study:
             f"({', '.join(str(begun.get(key)) for key in other)}): give the same, or another --study"
         )
     return study
+
+
+def _count(study: optuna.Study) -> int:
+    """How many trials were measured, or failed; one that was interrupted, or whose process died, is none."""
+    trials = study.get_trials(deepcopy=False)
+    return sum(trial.state == TrialState.COMPLETE or "error" in trial.user_attrs for trial in trials)
 
 
 def _plan(trial: FrozenTrial) -> Plan:

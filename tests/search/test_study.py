@@ -113,6 +113,24 @@ def test_a_plan_that_fails_is_a_trial_with_its_error(run, asked, monkeypatch):
     assert len(found.plans) >= 1
 
 
+def test_an_interrupted_trial_is_none(run, asked, monkeypatch):
+    built = studies.plans.build
+
+    def build(model, plan, *more):
+        if any(choice.dtype == "fp16" for choice in plan.values()):
+            raise KeyboardInterrupt
+        return built(model, plan, *more)
+
+    monkeypatch.setattr(studies.plans, "build", build)
+    with pytest.raises(KeyboardInterrupt, match="the same command goes on"):
+        search(run, QUICK, trials=3, device="cpu")
+    monkeypatch.setattr(studies.plans, "build", built)
+    found = search(run, QUICK, trials=3, device="cpu")
+    assert found.trials == 3
+    assert [trial.state.name for trial in trials_of(run).trials] == ["COMPLETE", "FAIL", "COMPLETE", "COMPLETE"]
+    assert found.rows
+
+
 def test_equal_plans_are_measured_once():
     class Trial:
         def __init__(self, number, plan):
