@@ -59,7 +59,7 @@ def tables(rows: list[dict]) -> str:
             errors = [row["error"] for row in three] + [three[0]["peer_error"]]
             lines.append(f"| {', '.join(map(str, shape))} | " + " | ".join(f"{error:.1e}" for error in errors) + " |")
     lines += ["", *_epilogues(groups), ""]
-    return "\n".join([*lines, _where(rows[0])])
+    return "\n".join([*lines, _where(rows)])
 
 
 def _epilogues(groups: dict[str, dict[tuple, dict]]) -> list[str]:
@@ -93,12 +93,21 @@ def counters(rows: list[dict]) -> str:
             ", ".join(f"{name} {stalls[name]:.1f}" for name in longest),
         )
         lines.append(f"| {' | '.join(cells)} |")
-    return "\n".join([*lines, "", _where(rows[0])])
+    return "\n".join([*lines, "", _where(rows)])
 
 
-def _where(row: dict) -> str:
-    commit = f", commit {row['commit'][:7]}" if row["commit"] else ""
-    return f"{row['gpu']}, PyTorch {row['torch']}, CUDA {row['cuda']}, {row['date'][:10]}{commit}."
+def _where(rows: list[dict]) -> str:
+    """The machine, and when and at which commit each dtype's newest rows were measured."""
+    last = rows[-1]
+    newest = {row.get("dtype"): (row["date"][:10], row["commit"]) for row in rows}
+    runs: dict[tuple, list[str]] = {}
+    for dtype, run in newest.items():
+        runs.setdefault(run, []).append(dtype or "")
+    parts = [
+        f"{', '.join(filter(None, dtypes))} {date}".strip() + (f" at commit {commit[:7]}" if commit else "")
+        for (date, commit), dtypes in runs.items()
+    ]
+    return f"{last['gpu']}, PyTorch {last['torch']}, CUDA {last['cuda']}; {'; '.join(parts)}."
 
 
 def _cell(row: dict | None) -> str:
