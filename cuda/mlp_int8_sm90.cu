@@ -40,9 +40,11 @@ struct Layer {
     float* scales;         // (M,) and its scales
     int N, K, ld, step_w;
     int slice;     // columns a block owns, a multiple of 8
-    int w_at;      // where in shared memory its weights lie, in lines of line_of(K) bytes
+    int w_at;      // where in shared memory its weights lie
     int scale_at;  // and its slice of scale_w, then of the bias
-    int bulk;      // lines of w can be copied in bulk: K and w are multiples of 16 bytes
+    int line;      // bytes from one of these lines to the next
+    int bulk;      // w can be copied in bulk: K and w are multiples of 16 bytes
+    int bulk_scales;  // and so can its scale_w and bias
     int sent_at;   // where in shared memory its outputs arrive, (rows, ld) floats
 };
 
@@ -335,13 +337,13 @@ template <int MW, int NT, int WM, int WN, int KS, Mode MODE>
 __global__ void __launch_bounds__(WM * WN * KS * 32, 1) mlp_int8_sm90(const __grid_constant__ Network net) {
     constexpr int THREADS = WM * WN * KS * 32, BM = WM * MW * 16, BN = WN * NT * 8, TILE_LD = BN + 8;
     constexpr int DEPTH = THREADS > 256 || MW * NT > 16 ? 1 : MW * NT > 8 ? 2 : 3;  // as registers allow
-    static_assert(MODE != SENT || KS > 1, "what is sent is sent from the tile");
+    static_assert(MODE == SHARED || (KS > 1 && MW == 1 && WM == 1), "few rows are one tile, and its sums meet in memory");
     extern __shared__ __align__(128) unsigned char shared[];
     __shared__ unsigned long long arrived[LAYERS], received[LAYERS];  // weights; outputs of a layer
     __shared__ unsigned partial[2][THREADS / 32];
     __shared__ float fixed_scales[LAYERS];
     float* scales = reinterpret_cast<float*>(shared);  // BM
-    int* tile = reinterpret_cast<int*>(scales + BM);   // BM x TILE_LD, where KS > 1
+    int* tile = reinterpret_cast<int*>(scales + BM);   // rows x TILE_LD where KS > 1, KS of them for few rows
     signed char* act = reinterpret_cast<signed char*>(shared + net.act_at);
 
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
@@ -368,7 +370,7 @@ __global__ void __launch_bounds__(WM * WN * KS * 32, 1) mlp_int8_sm90(const __gr
         }
         mbarrier_init_fence();
     }
-    if constexpr (KS > 1)
+    if constexpr (KS > 1 && MODE == SHARED)
 #pragma unroll 1
         for (int i = threadIdx.x; i < BM * TILE_LD; i += THREADS) tile[i] = 0;
     __syncthreads();
@@ -378,38 +380,53 @@ __global__ void __launch_bounds__(WM * WN * KS * 32, 1) mlp_int8_sm90(const __gr
         const char* x = static_cast<const char*>(net.x) + (m0 + share0) * bytes;
         if (reinterpret_cast<unsigned long long>(x) % 16 == 0) bulk_prefetch(x, (share1 - share0) * bytes / 16 * 16);
     }
+    // The last warp has the least of x to load, whose way should not be behind the weights'.
+    const bool issuer = threadIdx.x == THREADS - 32;
 #pragma unroll 1
     for (int l = 0; l <= last; ++l) {
         const Layer& layer = net.layer[l];
-        if (MODE == SENT && threadIdx.x == 0 && l < last) mbarrier_expect_bytes(&received[l], rows * layer.ld * 4);
-        const int count = count_of(l), line = line_of(layer.K);
-        const signed char* w = layer.w + static_cast<long long>(first_of(l)) * layer.K;
+        const int count = count_of(l), first = first_of(l), line = layer.line;
+        const signed char* w = layer.w + static_cast<long long>(first) * layer.K;
         unsigned char* to = shared + layer.w_at;
-        if (layer.bulk) {
-            if (threadIdx.x == 0) mbarrier_expect_bytes(&arrived[l], count * layer.K);
+        float* scale_w = reinterpret_cast<float*>(shared + layer.scale_at);
+        if (issuer) {
+            if (MODE == SENT && l < last) mbarrier_expect_bytes(&received[l], rows * layer.ld * 4);
+            const int scales_of = !layer.bulk_scales ? 0 : layer.bias ? 8 : 4;
+            mbarrier_expect_bytes(&arrived[l], count * ((layer.bulk ? layer.K : 0) + scales_of));
+            if (count > 0 && layer.bulk && line == layer.K) bulk_copy(to, w, count * line, &arrived[l]);
+            if (count > 0 && layer.bulk_scales) {
+                bulk_copy(scale_w, layer.scale_w + first, count * 4, &arrived[l]);
+                if (layer.bias) bulk_copy(scale_w + layer.slice, layer.bias + first, count * 4, &arrived[l]);
+            }
+        }
+        if (layer.bulk && line != layer.K) {
             if (lane == 0)
 #pragma unroll 1
                 for (int n = warp; n < count; n += THREADS / 32)
                     bulk_copy(to + n * line, w + static_cast<long long>(n) * layer.K, layer.K, &arrived[l]);
-        } else {
+        } else if (!layer.bulk) {
 #pragma unroll 1
             for (int n = warp; n < count; n += THREADS / 32)
 #pragma unroll 1
                 for (int k = lane; k < layer.K; k += 32) to[n * line + k] = w[static_cast<long long>(n) * layer.K + k];
         }
-        float* scale_w = reinterpret_cast<float*>(shared + layer.scale_at);
+        if (!layer.bulk_scales)
 #pragma unroll 1
-        for (int c = threadIdx.x; c < count; c += THREADS) {
-            copy_word_async(scale_w + c, layer.scale_w + (first_of(l) + c) * layer.step_w);
-            if (layer.bias)
-                copy_word_async(scale_w + layer.slice + c, layer.bias + first_of(l) + c);
+            for (int c = threadIdx.x; c < count; c += THREADS)
+                copy_word_async(scale_w + c, layer.scale_w + (first + c) * layer.step_w);
+        if (!layer.bulk_scales || !layer.bias)
+#pragma unroll 1
+            for (int c = threadIdx.x; c < count; c += THREADS) {
+                if (layer.bias)
+                    copy_word_async(scale_w + layer.slice + c, layer.bias + first + c);
+                else
+                    scale_w[layer.slice + c] = -0.0f;  // x + -0 is x
+            }
+        if (threadIdx.x == 0) {
+            if (layer.scale_x)
+                copy_word_async(&fixed_scales[l], layer.scale_x);
             else
-                scale_w[layer.slice + c] = -0.0f;  // x + -0 is x
-        }
-        if (layer.scale_x) {
-            if (threadIdx.x == 0) copy_word_async(&fixed_scales[l], layer.scale_x);
-        } else if (threadIdx.x == 0) {
-            fixed_scales[l] = 0.0f;
+                fixed_scales[l] = 0.0f;
         }
     }
 
@@ -423,7 +440,7 @@ __global__ void __launch_bounds__(WM * WN * KS * 32, 1) mlp_int8_sm90(const __gr
             if (MODE == SENT && l == 0) cluster_await();
             break;
         }
-        const int K = layer.K, pieces = pieces_of(K), line = line_of(K);
+        const int K = layer.K, pieces = pieces_of(K), line = line_of(K);  // of the activations
         signed char* q = local ? act : layer.q + (m0 + from) * (pieces * PIECE);
         float* s = local ? scales : layer.scales + m0 + from;
         const int ldq = local ? line : pieces * PIECE;
@@ -455,7 +472,7 @@ __global__ void __launch_bounds__(WM * WN * KS * 32, 1) mlp_int8_sm90(const __gr
         }
         __syncthreads();
         if (MODE == SENT && l == 0) cluster_await();  // all blocks can be sent to
-        if (layer.bulk) mbarrier_wait(&arrived[l], 0);
+        mbarrier_wait(&arrived[l], 0);
 
         const int count = count_of(l), m_rows = local ? to - from : rows;
         const int wm = warp % WM * MW * 16, wn = warp / WM % WN * NT * 8, ks = warp / WM / WN;
@@ -469,65 +486,84 @@ __global__ void __launch_bounds__(WM * WN * KS * 32, 1) mlp_int8_sm90(const __gr
 #pragma unroll 1
         for (int c0 = 0; c0 < count; c0 += BN) {
             const int columns = min(BN, count - c0), tiles = (columns - wn + 7) / 8;
-            const signed char* b = reinterpret_cast<const signed char*>(shared + layer.w_at) + (c0 + wn) * line;
+            const signed char* b = reinterpret_cast<const signed char*>(shared + layer.w_at) + (c0 + wn) * layer.line;
             int d[MW][NT][4] = {};
             if (wm < m_rows && tiles > 0) {
                 if (local)
-                    multiply<MW, NT, 1, true>(d, act + wm * line, line, m_rows - wm, b, line, tiles, pieces, ks, KS);
+                    multiply<MW, NT, 1, true>(d, act + wm * line, line, m_rows - wm, b, layer.line, tiles, pieces, ks, KS);
                 else
-                    multiply<MW, NT, DEPTH, false>(d, layer.q + (m0 + wm) * (pieces * PIECE), pieces * PIECE, 0, b, line, tiles,
+                    multiply<MW, NT, DEPTH, false>(d, layer.q + (m0 + wm) * (pieces * PIECE), pieces * PIECE, 0, b, layer.line, tiles,
                                             pieces, ks, KS);
             }
             const int g = lane / 4, t = lane % 4;
+            if constexpr (MODE != SHARED) {
+                // Each of the KS warps leaves its sums in a tile of its own.
+                if (c0 > 0) __syncthreads();
+                int* mine = tile + ks * m_rows * TILE_LD;
 #pragma unroll
-            for (int i = 0; i < MW; ++i)
+                for (int half = 0; half < 2; ++half) {
+                    const int r = wm + g + 8 * half;
+                    if (r >= m_rows) break;
 #pragma unroll
-                for (int j = 0; j < NT; ++j)
-#pragma unroll
-                    for (int e = 0; e < 4; ++e) {
-                        const int r = wm + i * 16 + g + e / 2 * 8, c = wn + j * 8 + 2 * t + e % 2;
-                        if (r >= m_rows || c >= columns) continue;
-                        if constexpr (KS > 1)
-                            atomicAdd(&tile[r * TILE_LD + c], d[i][j][e]);
-                        else
-                            y[static_cast<long long>(r) * layer.ld + c0 + c] = scaled(r, c0 + c, d[i][j][e]);
-                    }
-            if constexpr (KS > 1) {
-                __syncthreads();
-                if (MODE == SENT && !by_rows) {
-                    // Lanes 8 apart hold the same four columns and share out the blocks of the cluster. Beyond N
-                    // zeros go out, up to a multiple of four, and the next layer takes them for its padding.
-                    const int ld = layer.ld, to_rank = lane / 8;
-#pragma unroll 1
-                    for (int r = warp; r < m_rows; r += THREADS / 32)
-#pragma unroll 1
-                        for (int next = 0; next < columns; next += 32) {
-                            const int c = next + lane % 8 * 4;
-                            int4* at = reinterpret_cast<int4*>(&tile[r * TILE_LD + min(c, BN - 4)]);
-                            const int4 sum = *at;
-                            __syncwarp();
-                            if (c >= columns) continue;
-                            *at = int4{0, 0, 0, 0};
-                            auto value = [&](int i, int part) {
-                                return c + i < columns ? __float_as_uint(scaled(r, c0 + c + i, part)) : 0;
-                            };
-                            const uint4 v = {value(0, sum.x), value(1, sum.y), value(2, sum.z), value(3, sum.w)};
-                            const float* here = reinterpret_cast<const float*>(shared + layer.sent_at) + r * ld +
-                                                first_of(l) + c0 + c;
-#pragma unroll 1
-                            for (int to = to_rank; to < net.group; to += 4)
-                                cluster_send(cluster_address(here, to), v, cluster_address(&received[l], to));
-                        }
-                } else {
-#pragma unroll 1
-                    for (int r = warp; r < m_rows; r += THREADS / 32)
-#pragma unroll 1
-                        for (int c = lane; c < columns; c += 32) {
-                            y[static_cast<long long>(r) * layer.ld + c0 + c] = scaled(r, c0 + c, tile[r * TILE_LD + c]);
-                            tile[r * TILE_LD + c] = 0;
-                        }
+                    for (int j = 0; j < NT; ++j)
+                        *reinterpret_cast<int2*>(&mine[r * TILE_LD + wn + j * 8 + 2 * t]) =
+                            int2{d[0][j][2 * half], d[0][j][2 * half + 1]};
                 }
-                __syncthreads();
+            } else {
+#pragma unroll
+                for (int i = 0; i < MW; ++i)
+#pragma unroll
+                    for (int j = 0; j < NT; ++j)
+#pragma unroll
+                        for (int e = 0; e < 4; ++e) {
+                            const int r = wm + i * 16 + g + e / 2 * 8, c = wn + j * 8 + 2 * t + e % 2;
+                            if (r >= m_rows || c >= columns) continue;
+                            if constexpr (KS > 1)
+                                atomicAdd(&tile[r * TILE_LD + c], d[i][j][e]);
+                            else
+                                y[static_cast<long long>(r) * layer.ld + c0 + c] = scaled(r, c0 + c, d[i][j][e]);
+                        }
+            }
+            if constexpr (KS > 1) __syncthreads();
+            if (MODE == SENT && !by_rows) {
+                // Lanes 8 apart hold the same four columns and share out the blocks of the cluster. Beyond N zeros go
+                // out, up to a multiple of four, and the next layer takes them for its padding.
+#pragma unroll 1
+                for (int r = warp; r < m_rows; r += THREADS / 32)
+#pragma unroll 1
+                    for (int c = lane % 8 * 4; c < columns; c += 32) {
+                        int4 sum = *reinterpret_cast<const int4*>(&tile[r * TILE_LD + c]);
+#pragma unroll
+                        for (int k = 1; k < KS; ++k) {
+                            const int4 more = *reinterpret_cast<const int4*>(&tile[(k * m_rows + r) * TILE_LD + c]);
+                            sum = {sum.x + more.x, sum.y + more.y, sum.z + more.z, sum.w + more.w};
+                        }
+                        auto value = [&](int i, int part) {
+                            return c + i < columns ? __float_as_uint(scaled(r, c0 + c + i, part)) : 0;
+                        };
+                        const uint4 v = {value(0, sum.x), value(1, sum.y), value(2, sum.z), value(3, sum.w)};
+                        const float* here = reinterpret_cast<const float*>(shared + layer.sent_at) + r * layer.ld +
+                                            first_of(l) + c0 + c;
+#pragma unroll 1
+                        for (int to = lane / 8; to < net.group; to += 4)
+                            cluster_send(cluster_address(here, to), v, cluster_address(&received[l], to));
+                    }
+            } else if (KS > 1) {
+#pragma unroll 1
+                for (int r = warp; r < m_rows; r += THREADS / 32)
+#pragma unroll 1
+                    for (int c = lane; c < columns; c += 32) {
+                        int* at = &tile[r * TILE_LD + c];
+                        int sum = *at;
+                        if constexpr (MODE != SHARED) {
+#pragma unroll
+                            for (int k = 1; k < KS; ++k) sum += at[k * m_rows * TILE_LD];
+                        } else {
+                            *at = 0;
+                        }
+                        y[static_cast<long long>(r) * layer.ld + c0 + c] = scaled(r, c0 + c, sum);
+                    }
+                if constexpr (MODE == SHARED) __syncthreads();
             }
         }
         if (MODE != SENT && !by_rows) group_sync(counter, rank, net.group);

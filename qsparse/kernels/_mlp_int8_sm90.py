@@ -20,7 +20,7 @@ LAYERS, PIECE, LONGEST = 4, 64, 4096  # as in the kernel
 SHARED = 231_424  # bytes that a block may ask for, less 1 KB for the kernel's own arrays
 LARGEST_CLUSTER = 16
 _ELEMENTS = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
-_LAYER = struct.Struct("@PPPPPPPiiiiiiiii0P")
+_LAYER = struct.Struct("@PPPPPPPiiiiiiiiiii0P")
 _NETWORK = struct.Struct("@PPiiiiiiii0P")
 _FORMATS = f"{LAYERS * _LAYER.size + _NETWORK.size}s"
 
@@ -56,15 +56,13 @@ class Config:
         return f"mlp_int8_sm90<{self.mw}, {self.nt}, {self.wm}, {self.wn}, {self.ks}, {self.mode}>"
 
 
-SENT_NARROW = Config(mw=1, nt=4, wm=1, wn=1, ks=8, mode="SENT")
-SENT_WIDE = Config(mw=1, nt=8, wm=1, wn=1, ks=8, mode="SENT")
-READ_NARROW = Config(mw=1, nt=4, wm=1, wn=1, ks=8, mode="READ")
+SENT_16 = Config(mw=1, nt=2, wm=1, wn=1, ks=8, mode="SENT")
+SENT_32 = Config(mw=1, nt=4, wm=1, wn=1, ks=8, mode="SENT")
+READ_16 = Config(mw=1, nt=2, wm=1, wn=1, ks=8, mode="READ")
+READ_32 = Config(mw=1, nt=4, wm=1, wn=1, ks=8, mode="READ")
 SHARED_16 = Config(mw=1, nt=8, wm=1, wn=1, ks=8, mode="SHARED")
-SHARED_32 = Config(mw=1, nt=8, wm=2, wn=1, ks=4, mode="SHARED")
 SHARED_64 = Config(mw=4, nt=4, wm=1, wn=1, ks=8, mode="SHARED")
-SHARED_128 = Config(mw=1, nt=8, wm=8, wn=1, ks=1, mode="SHARED")
-SHARED_160 = Config(mw=1, nt=16, wm=10, wn=1, ks=1, mode="SHARED")
-CONFIGS = (SENT_NARROW, SENT_WIDE, READ_NARROW, SHARED_16, SHARED_32, SHARED_64, SHARED_128, SHARED_160)
+CONFIGS = (SENT_16, SENT_32, READ_16, READ_32, SHARED_16, SHARED_64)
 INSTANCES = tuple(config.instance for config in CONFIGS)
 
 
@@ -78,6 +76,7 @@ class Plan:
     share: int  # rows of a block, where blocks share out a group's
     groups: int
     slices: tuple[int, ...]
+    lines: tuple[int, ...]  # bytes of a line of weights
     lines_at: tuple[int, ...]  # offsets in shared memory: weights, scales of weights, activations
     scales_at: tuple[int, ...]
     sent_at: tuple[int, ...]  # outputs that are sent
@@ -116,12 +115,15 @@ def plan(sizes: tuple[int, ...], m: int, config: Config, group: int, rows: int |
         return None
     groups, held = -(-m // rows), min(m, rows)
     share = -(-held // group)
+    # A slice whose lines follow each other as in memory is one copy; many rows want lines without bank conflicts.
+    lines = tuple(k if config.mode != "SHARED" and k % 16 == 0 else _line(k) for k in sizes[:-1])
     slices = tuple(_up(-(-n // group) if i < last else n, 8) for i, n in enumerate(sizes[1:]))
     leading = tuple(_up(n, 4) if i < last else n for i, n in enumerate(sizes[1:]))
 
     at = 4 * config.rows
     if config.ks > 1:
-        at += 4 * config.rows * (8 * config.wn * config.nt + 8)
+        tiles = config.rows if config.mode == "SHARED" else config.ks * held
+        at += 4 * tiles * (8 * config.wn * config.nt + 8)
     scales_at, sent_at = [], []
     for width in slices:
         scales_at.append(at)
@@ -139,8 +141,8 @@ def plan(sizes: tuple[int, ...], m: int, config: Config, group: int, rows: int |
     lines_at = [0] * layers
     for i in (last, *range(last)):
         lines_at[i] = at
-        at += (sizes[-1] if i == last and last > 0 else slices[i]) * _line(sizes[i])
-    at = max(at, lines_at[last] + slices[last] * _line(sizes[last]))
+        at = _up(at + (sizes[-1] if i == last and last > 0 else slices[i]) * lines[i], 128)
+    at = max(at, lines_at[last] + slices[last] * lines[last]) + PIECE  # a last piece may end beyond its line
     if at > SHARED:
         return None
     at = min(_up(at, 8192), SHARED)  # a size of its own is a kernel of its own to the loader
@@ -156,7 +158,7 @@ def plan(sizes: tuple[int, ...], m: int, config: Config, group: int, rows: int |
         scratch = _up(scratch + (4 * m if config.mode == "SHARED" else 0), 256)
     offsets = (tuple(each) for each in (lines_at, scales_at, sent_at))
     between = (tuple(each) for each in (outputs_at, inputs_at, input_scales_at))
-    return Plan(config, group, rows, share, groups, slices, *offsets, act_at, at, leading, *between, scratch)
+    return Plan(config, group, rows, share, groups, slices, lines, *offsets, act_at, at, leading, *between, scratch)
 
 
 def choose(sizes: tuple[int, ...], m: int, sms: int) -> Plan | None:
@@ -170,18 +172,14 @@ def choose(sizes: tuple[int, ...], m: int, sms: int) -> Plan | None:
 
 def _candidates(m: int, sms: int):
     """Configurations that may suit ``m`` rows, with the blocks and rows of a group, the best first."""
+    blocks = sms // 4 * 4
     if m <= 64:
-        rows = 1 if m == 1 else 4 if m <= 16 else 8
-        yield SENT_NARROW, 8, rows
-        yield SENT_WIDE, 16, rows
-        if m <= 4:
-            yield READ_NARROW, sms // 4 * 4, m
-        yield SHARED_64, sms // 4 * 4, 64
-    elif m <= 1024:
-        yield SHARED_32, 4, 32
-        yield SHARED_128, 16, 128
-    else:
-        yield SHARED_160, 2, 160
+        yield SENT_32, 8, 1 if m == 1 else 8
+        if m <= 16:
+            yield READ_16, blocks, m
+            yield READ_32, blocks, m
+        yield READ_32, 32, 16
+        yield SHARED_64, blocks, 64
 
 
 def launch_mlp(x: torch.Tensor, layers: list[tuple], found: Plan | None = None) -> torch.Tensor | None:
@@ -224,7 +222,11 @@ def launch_mlp(x: torch.Tensor, layers: list[tuple], found: Plan | None = None) 
                 found.slices[i],
                 found.lines_at[i],
                 found.scales_at[i],
+                found.lines[i],
                 k % 16 == 0 and w.data_ptr() % 16 == 0,
+                n % 4 == 0
+                and scale_w.numel() == n
+                and (scale_w.data_ptr() | (0 if bias is None else bias.data_ptr())) % 16 == 0,
                 found.sent_at[i],
             )
         )
