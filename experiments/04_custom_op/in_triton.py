@@ -1,7 +1,5 @@
 """The same operations in Triton: a program takes BLOCK elements, and the compiler shares them out among threads."""
 
-from __future__ import annotations
-
 import torch
 import triton
 import triton.language as tl

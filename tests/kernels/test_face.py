@@ -234,7 +234,8 @@ def test_cupy_negative_strides_and_fortran_order(call, assert_equal):
     function, _, _ = call
     reference = expected(*call)
     for layout in (lambda a: cupy.flip(cupy.flip(a).copy()), cupy.asfortranarray):
-        if function in WRITTEN:
+        written = [layout(_to_cupy(call[1][at])) for at in WRITTEN.get(function, ())]
+        if not all(array.flags.c_contiguous for array in written):
             with pytest.raises(ValueError, match=r"^param\w* is changed in place and must be contiguous"):
                 run(*call, lambda tensor, layout=layout: layout(_to_cupy(tensor)))
             continue
