@@ -31,8 +31,9 @@ SHAPES = ((1024, 1024), (8192, 8192))
 WAYS = ("composed", "torch", "cuda", "triton")
 
 
+@functools.cache
 def module(name: str) -> ModuleType:
-    """Import a file that lies beside this one."""
+    """Import a file that lies beside this one, once."""
     spec = importlib.util.spec_from_file_location(f"custom_op_{name}", HERE / f"{name}.py")
     found = importlib.util.module_from_spec(spec)
     sys.modules[spec.name] = found
