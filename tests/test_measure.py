@@ -11,7 +11,7 @@ from qsparse.data import Split
 from qsparse.errors import UserError
 from qsparse.measure import BATCHES, measure
 from qsparse.models import MLP
-from qsparse.quant import quantize
+from qsparse.quant import QuantConfig, quantize
 from qsparse.sparse import magnitude_masks, prunable_weights, sparsify
 
 FIELDS = [
@@ -206,6 +206,21 @@ def test_a_kernel_that_is_wrong_at_one_batch_size_gets_no_row(wrong):
 
     with pytest.raises(UserError, match="outputs of wrong at batch 4 differ"):
         measure({"baseline": MLP((20, 4)), "wrong": WrongAlone((20, 4))}, random_split(), **QUICK)
+
+
+def test_layers_of_several_dtypes_may_differ_by_their_rounding_and_no_more():
+    class Rounded(MLP):
+        def forward(self, x):
+            return super().forward(x) * (self.off if len(x) == 4 else 1)
+
+    for off, layers in ((1.01, {"fc2": "fp16"}), (1.01, {"fc1": "fp8"}), (1.01, {}), (1.1, {"fc2": "fp16"})):
+        model = quantize(MLP((20, 8, 4)), QuantConfig("int8", layers=layers))
+        model.__class__, model.off = Rounded, off
+        if off < 1.1 and layers:
+            measure({"baseline": model}, random_split(), **QUICK)
+            continue
+        with pytest.raises(UserError, match="outputs of baseline at batch 4 differ"):
+            measure({"baseline": model}, random_split(), **QUICK)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
