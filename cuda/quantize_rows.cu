@@ -196,10 +196,12 @@ quantize_rows(const T* __restrict__ x, long long ld, const float* __restrict__ g
                     sum += store<decltype(way)::value>(row[i], q + base + first + i * STEP, by, zero);
         }
     };
-    if (!finite || by.special) {
+    if (!finite || by.special) {  // zeros, or whatever a given scale makes of x; the zero point is 0
+        const Divider strange(s, mode & ASYMMETRIC ? 0 : -127, most);
 #pragma unroll 1
         for (long long k = thread; k < K; k += THREADS) {
-            const int value = finite ? by.nearest(to_float(x[k])) : 0;
+            const float v = to_float(x[k]);
+            const int value = finite ? strange.nearest(mode & RELU ? relu_of(v) : v) : 0;
             q[k] = value;
             sum += value;
         }

@@ -12,13 +12,13 @@
 
 struct Divider {
     float factor, s, r, least, most;  // x / by = x * factor / s
-    bool special;                     // by is 0, infinite or NaN
+    bool special;                     // by is no positive number: negative, 0, infinite or NaN
 
     // Quotients by `by`, any number, are clipped to [low, high], within -256..256.
     __device__ __forceinline__ Divider(float by, int low, int high) {
         const float size = fabsf(by), infinite = __uint_as_float(0x7f800000u);
-        special = size == 0.0f || !(size < infinite);
-        if (special) {
+        special = !(by > 0.0f && by < infinite);
+        if (size == 0.0f || !(size < infinite)) {
             factor = size == 0.0f ? infinite : 0.0f;  // x / 0 is infinite, or NaN; x / Inf is 0
             s = 1.0f;
         } else {
