@@ -218,6 +218,8 @@ class _Worker:
             self._process = None
             return {"error": f"its process ended {_end(process)}; see {self._directory / LOG}"}
         row: dict[str, Any] = json.loads(reply)
+        if row.pop("fault", False):  # another process measures the next cell
+            self.close()
         return row
 
     def kill(self) -> None:
@@ -226,8 +228,9 @@ class _Worker:
             process.kill()
 
     def close(self) -> None:
-        """Let go of the process, once no thread waits for it."""
-        if process := self._process:
+        """End the process and let go of it, once nobody waits for its answer."""
+        process, self._process = self._process, None
+        if process:
             process.kill()
             _end(process)
 

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from qsparse import checkpoint, compress
+from qsparse.device import resolve_device
 from qsparse.errors import UserError
 from qsparse.measure import measure
 from qsparse.quant import QuantConfig
@@ -62,10 +63,11 @@ def _baseline(network: Path, device: str, measuring: dict[str, Any]) -> dict[str
         "file_bytes": (network / checkpoint.MODEL).stat().st_size,
         "seed": training.read_train_config(network).seed,
     }
+    target = resolve_device(device)
     row, *peers = measure(
-        {BASELINE: checkpoint.load(network, device)},
+        {BASELINE: checkpoint.load(network, target)},
         training.load_dataset(network).test,
-        device=device,
+        device=target,
         run=str(network),
         details={BASELINE: own},
         **measuring,
@@ -78,7 +80,10 @@ def _hashable(options: Any) -> dict[str, Any]:
 
 
 def answer(job: dict[str, Any]) -> dict[str, Any]:
-    """What the sweep writes of a job: the row, or the error, with the seconds that it took."""
+    """What the sweep writes of a job: the row, or the error, with the seconds that it took.
+
+    `fault` is true where the error is none of a user's: a GPU may be of no more use to this process.
+    """
     began = time.monotonic()
     try:
         row = perform(Cell(**job["cell"]), Path(job["network"]), job["device"], job["measuring"])
@@ -86,7 +91,7 @@ def answer(job: dict[str, Any]) -> dict[str, Any]:
     except UserError as error:
         row = {"error": str(error)}
     except Exception as error:
-        row = {"error": f"{type(error).__name__}: {error}"}
+        row = {"error": f"{type(error).__name__}: {error}", "fault": True}
     return {**row, "seconds": round(time.monotonic() - began, 3)}
 
 

@@ -16,6 +16,7 @@ from typer.testing import CliRunner
 
 from qsparse import cli
 from qsparse.errors import UserError
+from qsparse.sweep import run
 from qsparse.sweep.run import sweep
 from qsparse.sweep.worker import answer
 
@@ -187,7 +188,28 @@ def test_the_worker_answers_with_what_went_wrong(tmp_path):
     job = {"network": str(tmp_path / "n"), "device": "cpu", "measuring": {}}
     cell = {"train": {"epochs": 0}, "kind": "baseline", "options": {}}
     assert "epochs" in answer({**job, "cell": cell})["error"]
-    assert "TypeError" in answer({**job, "cell": {**cell, "train": {"what": 1}}})["error"]
+    fault = answer({**job, "cell": {**cell, "train": {"what": 1}}})
+    assert "TypeError" in fault["error"]
+    assert fault["fault"] is True
+
+
+def test_after_a_fault_another_process_goes_on(tmp_path, monkeypatch):
+    """As where a GPU is of no more use to the process: the options that no function takes are one."""
+    monkeypatch.chdir(tmp_path)
+    grid = Path("sweep.toml")
+    grid.write_text(
+        "[train]\nhidden = 8\nepochs = 1\ndata = 'mnist-5k'\n"
+        "[[sparsify]]\ndensity = 0.5\nfinetune_epochs = ['two', 0]\n[measure]\nbatches = [1]\nbudget_s = 0.001\n"
+    )
+    processes = []
+    start = run._Worker._start
+    monkeypatch.setattr(run._Worker, "_start", lambda self: processes.append(start(self)) or processes[-1])
+    done = sweep(grid, device="cpu")
+    assert done.measured == 2
+    assert "TypeError" in next(iter(done.failed.values()))
+    assert len(processes) == 2
+    assert all(process.returncode is not None for process in processes)
+    assert not any("fault" in row for row in rows_of(tmp_path))
 
 
 @pytest.mark.parametrize("workers", [0, -1])
