@@ -26,13 +26,13 @@ constexpr int BLOCK = 32;  // columns that a warp multiplies at a time, in two m
 constexpr int UNIT = 4;    // blocks between two looks at the groups
 
 template <int BITS, int BM, int WN, int TILES, int WK, int ROW, int STAGES> struct Config {
-    static constexpr int THREADS = WARP * WN * WK, BN = WN * TILES * 16, COLUMNS = (BM + 7) / 8;  // of mma's
+    static constexpr int THREADS = WARP * WN * WK, BN = WN * TILES * 16, COLUMNS = BM / 8;  // of mma's
     static constexpr int BK = ROW * 8 / BITS, X_ROW = BK * 2, UNITS = BK / WK / (UNIT * BLOCK);
     static constexpr int W_BYTES = BN * ROW, X_BYTES = BM * X_ROW, STAGE_BYTES = W_BYTES + X_BYTES;
     static constexpr int PITCH = BN + 4;  // floats from row to row of the sums: 2 rows are 8 banks apart
     static constexpr int BLOCKS = (BM <= 16 ? 512 : 256) / THREADS;  // that fit a multiprocessor's registers
     static_assert(BITS == 8 || BITS == 4, "int8 or int4");
-    static_assert(BM == 1 || BM % 8 == 0, "one row of x, or mma's 8 rows");
+    static_assert(BM % 8 == 0, "mma is 8 rows of x wide");
     static_assert(BK % (WK * UNIT * BLOCK) == 0, "each warp has whole units of a slice");
     static_assert(WK * BM * PITCH * 4 <= STAGES * STAGE_BYTES, "the sums leave through the stages' memory");
     static_assert(STAGES >= 2, "one slice is on its way while another is multiplied");
@@ -194,12 +194,11 @@ gemm_weight_only_sm80(const T* __restrict__ x, long long ldx, int x_unit, const 
 
     const int warp = threadIdx.x / WARP, lane = threadIdx.x % WARP, g = lane / 4, t = lane % 4;
     const int n_warp = warp % WN * TILES * 16, k_warp = warp / WN;
-    // Places of chunks differ by an XOR from block to block, places of rows by a sum. Where there is one row of x, all
-    // columns of mma get it, and all but the first are dropped.
+    // Places of chunks differ by an XOR from block to block, places of rows by a sum.
     const int first_unit = k_warp * C::UNITS;
     const int w_lane = n_warp * ROW + (BITS == 4 ? w_place<4, ROW>(g, 0) + t * 4
                                                  : w_place<8, ROW>(g, t / 2) + t % 2 * 8);
-    const int x_lane = C::W_BYTES + x_place<C::X_ROW>(BM == 1 ? 0 : g, t);
+    const int x_lane = C::W_BYTES + x_place<C::X_ROW>(g, t);
     constexpr int W_BLOCK = BLOCK * BITS / 8, X_BLOCK = BLOCK * 2;  // bytes of a row
 
     // total: what is scaled already, of the groups before; sum: of the present group.
@@ -303,7 +302,7 @@ gemm_weight_only_sm80(const T* __restrict__ x, long long ldx, int x_unit, const 
 #pragma unroll
             for (int e = 0; e < 4; ++e) {
                 const int m = j * 8 + t * 2 + e % 2, n = n_warp + i * 16 + g + e / 2 * 8;
-                if (m < BM) tile_sums[(k_warp * BM + m) * C::PITCH + n] = group ? total[i][j][e] : sum[i][j][e];
+                tile_sums[(k_warp * BM + m) * C::PITCH + n] = group ? total[i][j][e] : sum[i][j][e];
             }
     __syncthreads();
 #pragma unroll 1
