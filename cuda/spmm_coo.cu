@@ -1,24 +1,42 @@
-// From COO to CSR: the offsets of the rows among entries that are sorted by row.
+// y = act(x · Wᵀ + bias), W (N, K) in COO: values (nnz,), rows (nnz,) int in ascending order, cols (nnz,) int.
+// common/spmm_simt.cuh has the layouts and the idea; here a row finds its entries by two binary searches. So no output is
+// shared between warps: no atomics, and every run adds in the same order.
 
-constexpr int WARP = 32, THREADS = 256;
+#include "common/spmm_simt.cuh"
 
-// row_offsets (N + 1,): entry i closes all rows after its predecessor's up to its own; a last thread closes the rest. Where
-// many rows are empty, the whole warp closes them.
-__global__ void __launch_bounds__(THREADS)
-spmm_coo_offsets(const int* __restrict__ rows, int* __restrict__ row_offsets, long long nnz, long long N) {
-    const long long i = static_cast<long long>(blockIdx.x) * THREADS + threadIdx.x;
-    const int lane = threadIdx.x % WARP;
-    long long first = 0, last = -1;
-    if (i <= nnz) {
-        first = i == 0 ? 0 : rows[i - 1] + 1ll;
-        last = i == nnz ? N : rows[i];
+struct CooRows {
+    const int* rows;
+    long long nnz;
+    __device__ long long first_not_below(long long n) const {
+        long long low = 0, high = nnz;
+        while (low < high) {
+            const long long middle = (low + high) / 2;
+            if (rows[middle] < n) low = middle + 1;
+            else high = middle;
+        }
+        return low;
     }
-    const bool many = last - first >= WARP;
-    if (!many)
-        for (long long n = first; n <= last; ++n) row_offsets[n] = static_cast<int>(i);
-    for (unsigned left = __ballot_sync(~0u, many); left; left &= left - 1) {
-        const int source = __ffs(left) - 1;
-        const long long from = __shfl_sync(~0u, first, source), to = __shfl_sync(~0u, last, source);
-        for (long long n = from + lane; n <= to; n += WARP) row_offsets[n] = static_cast<int>(i - lane + source);
-    }
+    __device__ Entries operator()(long long n) const { return {first_not_below(n), first_not_below(n + 1)}; }
+};
+
+template <typename T>
+__global__ void __launch_bounds__(WARPS * WARP)
+spmm_coo_small(const T* __restrict__ x, const T* __restrict__ values, const int* __restrict__ cols,
+               const int* __restrict__ rows, long long nnz, const T* __restrict__ bias, T* __restrict__ y, long long M,
+               long long N, long long K, int relu) {
+    spmm_small(x, values, cols, CooRows{rows, nnz}, bias, y, M, N, K, relu);
+}
+
+template <typename T>
+__global__ void __launch_bounds__(WARPS * WARP)
+spmm_coo_large(const T* __restrict__ xt, const T* __restrict__ values, const int* __restrict__ cols,
+               const int* __restrict__ rows, long long nnz, const T* __restrict__ bias, T* __restrict__ y, long long M,
+               long long N, int relu) {
+    spmm_large(xt, values, cols, CooRows{rows, nnz}, bias, y, M, N, relu);
+}
+
+template <typename T>
+__global__ void __launch_bounds__(WARPS * WARP)
+spmm_coo_transpose(const T* __restrict__ x, T* __restrict__ xt, long long M, long long K) {
+    transpose(x, xt, M, K);
 }

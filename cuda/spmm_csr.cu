@@ -1,66 +1,31 @@
-// y = act(x · Wᵀ + bias), W (N, K) in CSR: values (nnz,), col_indices (nnz,) int, row_offsets (N + 1,) int. The plain
-// rung, for cards without asynchronous barriers (before 8.0): x (M, K), y (M, N) row-major, sums in float.
-//
-//   small batches   a warp owns one output (m, n); its lanes share out the row's entries and add up by shuffles.
-//   large batches   x is first transposed to (K, M), so that a warp reads 32 batch rows of one column of x as one
-//                   coalesced line; a block owns TILE outputs x TILE batch rows, and turns its tile in shared memory
-//                   to write y coalesced too.
+// y = act(x · Wᵀ + bias), W (N, K) in CSR: values (nnz,), col_indices (nnz,) int, row_offsets (N + 1,) int.
+// common/spmm_simt.cuh has the layouts and the idea; here a row's entries lie between two neighbouring offsets.
 
-#include "common/spmm.cuh"
+#include "common/spmm_simt.cuh"
 
-constexpr int TILE = 32;
-constexpr int WARPS = 8;
+struct CsrRows {
+    const int* row_offsets;
+    __device__ Entries operator()(long long n) const { return {row_offsets[n], row_offsets[n + 1]}; }
+};
 
 template <typename T>
 __global__ void __launch_bounds__(WARPS * WARP)
-spmm_csr_rows(const T* __restrict__ x, const T* __restrict__ values, const int* __restrict__ col_indices,
-              const int* __restrict__ row_offsets, const T* __restrict__ bias, T* __restrict__ y, long long M,
-              long long N, long long K, int relu) {
-    const long long output = static_cast<long long>(blockIdx.x) * WARPS + threadIdx.x / WARP;
-    if (output >= M * N) return;  // whole warps leave together
-    const long long m = output / N, n = output % N;
-    const int lane = threadIdx.x % WARP;
-    float sum = 0.0f;
-    for (int i = row_offsets[n] + lane; i < row_offsets[n + 1]; i += WARP)
-        sum = fmaf(to_float(values[i]), to_float(x[m * K + col_indices[i]]), sum);
-    for (int step = WARP / 2; step > 0; step /= 2) sum += __shfl_xor_sync(~0u, sum, step);
-    if (lane == 0) finish(&y[m * N + n], sum, bias, n, relu);
+spmm_csr_small(const T* __restrict__ x, const T* __restrict__ values, const int* __restrict__ col_indices,
+               const int* __restrict__ row_offsets, const T* __restrict__ bias, T* __restrict__ y, long long M,
+               long long N, long long K, int relu) {
+    spmm_small(x, values, col_indices, CsrRows{row_offsets}, bias, y, M, N, K, relu);
 }
 
 template <typename T>
 __global__ void __launch_bounds__(WARPS * WARP)
-spmm_csr_squares(const T* __restrict__ xt, const T* __restrict__ values, const int* __restrict__ col_indices,
-                 const int* __restrict__ row_offsets, const T* __restrict__ bias, T* __restrict__ y, long long M,
-                 long long N, int relu) {
-    __shared__ float tile[TILE][TILE + 1];
-    const long long tiles_n = (N + TILE - 1) / TILE;
-    const long long m0 = blockIdx.x / tiles_n * TILE, n0 = blockIdx.x % tiles_n * TILE;
-    const int lane = threadIdx.x % WARP, warp = threadIdx.x / WARP;
-
-    for (int r = warp; r < TILE; r += WARPS) {
-        float sum = 0.0f;
-        if (n0 + r < N && m0 + lane < M)
-            for (int i = row_offsets[n0 + r]; i < row_offsets[n0 + r + 1]; ++i)
-                sum = fmaf(to_float(values[i]), to_float(xt[col_indices[i] * M + m0 + lane]), sum);
-        tile[r][lane] = sum;
-    }
-    __syncthreads();
-    for (int r = warp; r < TILE; r += WARPS)
-        if (m0 + r < M && n0 + lane < N)
-            finish(&y[(m0 + r) * N + n0 + lane], tile[lane][r], bias, n0 + lane, relu);
+spmm_csr_large(const T* __restrict__ xt, const T* __restrict__ values, const int* __restrict__ col_indices,
+               const int* __restrict__ row_offsets, const T* __restrict__ bias, T* __restrict__ y, long long M,
+               long long N, int relu) {
+    spmm_large(xt, values, col_indices, CsrRows{row_offsets}, bias, y, M, N, relu);
 }
 
-// xt (K, M) = xᵀ, a TILE x TILE square a block, turned in shared memory so that reads and writes both coalesce.
 template <typename T>
 __global__ void __launch_bounds__(WARPS * WARP)
 spmm_csr_transpose(const T* __restrict__ x, T* __restrict__ xt, long long M, long long K) {
-    __shared__ T tile[TILE][TILE + 1];
-    const long long tiles_k = (K + TILE - 1) / TILE;
-    const long long m0 = blockIdx.x / tiles_k * TILE, k0 = blockIdx.x % tiles_k * TILE;
-    const int lane = threadIdx.x % WARP, warp = threadIdx.x / WARP;
-    for (int r = warp; r < TILE; r += WARPS)
-        if (m0 + r < M && k0 + lane < K) tile[r][lane] = x[(m0 + r) * K + k0 + lane];
-    __syncthreads();
-    for (int r = warp; r < TILE; r += WARPS)
-        if (k0 + r < K && m0 + lane < M) xt[(k0 + r) * M + m0 + lane] = tile[lane][r];
+    transpose(x, xt, M, K);
 }

@@ -59,7 +59,6 @@ class SparseOp(enum.StrEnum):
     spmm_csr = "spmm_csr"
     spmm_coo = "spmm_coo"
     spmm_csr_transposed = "spmm_csr_transposed"
-    sddmm = "sddmm"
 
 
 class SparseDtype(enum.StrEnum):

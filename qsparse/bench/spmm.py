@@ -1,9 +1,9 @@
 """Sparse weights: our products against cuSPARSE's, and both against the dense product that pruning has to beat.
 
 A shape is that of the layer, M, N, K = batch rows, outputs, inputs; W (N, K) has random entries of a density, x and
-the values are normal. `op` is `spmm_csr`, `spmm_coo` (entries sorted by row, the peer's too), `spmm_csr_transposed`
-(dy @ W, the input's gradient) or `sddmm` (dy.T @ x at W's entries, the weights' gradient). A field `plan` says whether
-what a kernel finds out about W's pattern was `kept` from before, as in a layer, or found out in the call (`each call`).
+the values are normal. `op` is `spmm_csr`, `spmm_coo` (entries sorted by row, the peer's too) or `spmm_csr_transposed`
+(dy @ W, the input's gradient). A field `plan` says whether what a kernel finds out about W's pattern was `kept` from
+before, as in a layer, or found out in the call (`each call`).
 
 The crossover is the density below which the sparse product is faster than cuBLAS's dense one of the same dtype.
 """
@@ -26,7 +26,6 @@ from qsparse.bench.harness import (
     TOLERANCES,
     Call,
     Contender,
-    Error,
     Reference,
     append,
     compete,
@@ -41,7 +40,7 @@ from qsparse.errors import UserError
 from qsparse.measure import environment
 from qsparse.sparse import to_csr
 
-OPS = ("spmm_csr", "spmm_coo", "spmm_csr_transposed", "sddmm")
+OPS = ("spmm_csr", "spmm_coo", "spmm_csr_transposed")
 DTYPES = ("float32", "float16", "bfloat16")
 DENSITIES = (0.3, 0.1, 0.05, 0.02)
 GROUP = ("op", "dtype", "plan", "peer")
@@ -91,14 +90,6 @@ def problem(shape: Shape, density: float, dtype: str, device: torch.device) -> P
 
 
 @dataclass(frozen=True)
-class _Sampled(Reference):
-    """A reference of one dimension: the gradient of the values."""
-
-    def error(self, output: Tensor) -> Error:
-        return super().error(output.reshape(1, -1))
-
-
-@dataclass(frozen=True)
 class Contest:
     """One operation on one problem: our calls by what they do with the plan, the peers' calls, and what is right."""
 
@@ -114,15 +105,6 @@ def _contest(op: str, given: Problem) -> Contest:
     on_gpu, size = given.x.is_cuda, given.x.element_size()
     entries = given.nnz * (size + 4) + 4 * (n + 1)
     unchecked = {"check": False}
-    if op == "sddmm":
-        _, cols, offsets = given.csr
-        plan = kernels.spmm_csr.plan(cols, offsets, shape=(n, k))
-        ours = {"kept": Call(lambda: kernels.sddmm(given.dy, given.x, cols, offsets, plan=plan, **unchecked))}
-        values = (given.dy.double().t() @ given.x.double())[given.rows.long(), cols.long()]
-        theirs = sparse.sampled_products(given.dy, given.x, given.csr, (n, k)) if on_gpu else {}
-        moved = (given.x.numel() + given.dy.numel() + given.nnz) * size + 4 * given.nnz
-        return Contest(op, ours, theirs, _Sampled(values.reshape(1, -1)), moved)
-
     a, w, csr, shape = given.x, given.w, given.csr, (n, k)
     if op == "spmm_csr_transposed":
         a, w, csr, shape = given.dy, given.w.t(), given.transposed, (k, n)
@@ -285,13 +267,11 @@ def bench(
     does not do, before anything runs.
     """
     on_gpu = device.type == "cuda"
-    ops = tuple(ops) or (OPS if on_gpu else OPS[:3])
+    ops = tuple(ops) or OPS
     dtypes = tuple(dtypes) or (DTYPES[:2] if on_gpu else DTYPES[:1])
     shapes = tuple(shapes) or (GPU_SPARSE if on_gpu else CPU_SPARSE)
     if not on_gpu and dtypes != DTYPES[:1]:
         raise UserError(f"--dtype {dtypes[-1]}: on a CPU sparse products compute in float32; leave it out")
-    if not on_gpu and "sddmm" in ops:
-        raise UserError("--op sddmm has no peer on a CPU: leave it out")
     where = environment(device)
     rows: list[dict] = []
     for dtype, shape, density in _cells(dtypes, shapes, tuple(densities) or DENSITIES):
@@ -308,8 +288,8 @@ def bench(
 
 
 def _offered(op: str, dtype: str) -> bool:
-    """Whether a peer does it: cuSPARSE's COO and sampled products take no halves through PyTorch."""
-    return dtype == "float32" or op in ("spmm_csr", "spmm_csr_transposed")
+    """Whether the peer does it: PyTorch's COO takes no halves."""
+    return dtype == "float32" or op != "spmm_coo"
 
 
 def _cells(dtypes, shapes, densities) -> Iterator[tuple[str, Shape, float]]:

@@ -14,7 +14,6 @@ from qsparse.kernels.gemm_int8 import gemm_int8
 from qsparse.kernels.gemm_weight_only import gemm_weight_only
 from qsparse.kernels.mlp_int8 import mlp_int8
 from qsparse.kernels.quantize_rows import quantize_rows
-from qsparse.kernels.sddmm import sddmm
 from qsparse.kernels.sgd import sgd
 from qsparse.kernels.softmax_cross_entropy import softmax_cross_entropy
 from qsparse.kernels.spmm_coo import spmm_coo
@@ -30,7 +29,6 @@ __all__ = [
     "gemm_weight_only",
     "mlp_int8",
     "quantize_rows",
-    "sddmm",
     "sgd",
     "softmax_cross_entropy",
     "spmm_coo",

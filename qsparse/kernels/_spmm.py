@@ -11,26 +11,20 @@ from qsparse.kernels import _spmm_sm80
 from qsparse.kernels._face import C_FLOATS, check_same_device, check_tensor, rows
 from qsparse.kernels._load import launch
 
-SIMT_SOURCE = "spmm_csr.cu"
 _TILE, _WARPS, _BLOCK = 32, 8, 256
 _SIMT_SMALL_M = 8  # up to here a warp an output beats transposing x
 _INT32 = 2**31 - 1
 _UINT16 = 2**16
 
 
-def simt_instances() -> tuple[str, ...]:
-    """The kernels of ``spmm_csr.cu``."""
-    parts = ("rows", "squares", "transpose")
-    return tuple(f"spmm_csr_{part}<{c_type}>" for part in parts for c_type in C_FLOATS.values())
+def simt_instances(op: str) -> tuple[str, ...]:
+    """The kernels of ``spmm_csr.cu`` or ``spmm_coo.cu``."""
+    return tuple(f"{op}_{part}<{c_type}>" for part in ("small", "large", "transpose") for c_type in C_FLOATS.values())
 
 
-def product(x, values, cols, row_offsets, bias, n: int, relu: bool, columns: bool = False, plan=None):
-    """``act(x @ W.T + bias)`` on a GPU, of CSR arrays that are checked, in the best tier of the device."""
-    bias = None if bias is None else rows(bias)
-    if torch.cuda.get_device_capability(x.device) >= (8, 0):
-        return _spmm_sm80.spmm(x, values, cols, row_offsets, bias, n, relu, columns, plan)
-    y = _simt(x, values, cols.int(), row_offsets, bias, n, relu)
-    return rows(y.t()).t() if columns else y
+def has_sm80(device: torch.device) -> bool:
+    """Whether the kernels with asynchronous barriers run there."""
+    return torch.cuda.get_device_capability(device) >= (8, 0)
 
 
 def sort_entries(values, rows, cols, k: int, by_columns: bool):
@@ -40,23 +34,25 @@ def sort_entries(values, rows, cols, k: int, by_columns: bool):
     return values[order], rows[order], cols[order]
 
 
-def _simt(x, values, cols, row_offsets, bias, n: int, relu: bool):
+def simt(op: str, x, entries, formats: str, bias, n: int, relu: bool):
+    """Launch ``op`` (``spmm_csr`` or ``spmm_coo``); ``entries`` are its arguments that describe W."""
     m, k = x.shape
     x = rows(x)
+    bias = None if bias is None else rows(bias)  # a copy must live until the launch
+    bias_address = 0 if bias is None else bias.data_ptr()
     y = torch.empty((m, n), dtype=x.dtype, device=x.device)
-    entries = (values.data_ptr(), cols.data_ptr(), row_offsets.data_ptr(), 0 if bias is None else bias.data_ptr())
 
     def run(part: str, kinds: str, arguments: tuple, blocks: int) -> None:
-        instance = f"spmm_csr_{part}<{C_FLOATS[x.dtype]}>"
-        launch(x.device, SIMT_SOURCE, instance, kinds, arguments, grid=blocks, block=_BLOCK)
+        launch(x.device, f"{op}.cu", f"{op}_{part}<{C_FLOATS[x.dtype]}>", kinds, arguments, grid=blocks, block=_BLOCK)
 
     if m <= _SIMT_SMALL_M:
-        run("rows", "PPPPPPqqqi", (x.data_ptr(), *entries, y.data_ptr(), m, n, k, relu), -(-m * n // _WARPS))
+        arguments = (x.data_ptr(), *entries, bias_address, y.data_ptr(), m, n, k, relu)
+        run("small", f"P{formats}PPqqqi", arguments, -(-m * n // _WARPS))
         return y
     xt = torch.empty((k, m), dtype=x.dtype, device=x.device)
     run("transpose", "PPqq", (x.data_ptr(), xt.data_ptr(), m, k), -(-m // _TILE) * -(-k // _TILE))
-    arguments = (xt.data_ptr(), *entries, y.data_ptr(), m, n, relu)
-    run("squares", "PPPPPPqqi", arguments, -(-m // _TILE) * -(-n // _TILE))
+    arguments = (xt.data_ptr(), *entries, bias_address, y.data_ptr(), m, n, relu)
+    run("large", f"P{formats}PPqqi", arguments, -(-m // _TILE) * -(-n // _TILE))
     return y
 
 

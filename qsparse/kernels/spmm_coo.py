@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import torch
 
-from qsparse.kernels import _spmm
+from qsparse.kernels import _spmm, _spmm_sm80
 from qsparse.kernels._face import C_FLOATS, check_same_device, check_tensor, face
 from qsparse.kernels._face import rows as row_major
-from qsparse.kernels._load import launch
 
-SOURCES = {"spmm_coo.cu": ("spmm_coo_offsets",)}
-_BLOCK = 256
+SOURCES = {"spmm_coo.cu": _spmm.simt_instances("spmm_coo")}
 
 
 @face(SOURCES)
@@ -61,16 +59,12 @@ def spmm_coo(x, values, rows, cols, bias=None, *, shape, relu: bool = False, che
     values, rows, cols = row_major(values), row_major(rows), row_major(cols)
     if x.device.type == "cpu":
         return _spmm.cpu(x, torch.sparse_coo, (rows, cols), values, shape, bias, relu)
-    return _spmm.product(x, values, cols, row_offsets(rows, n), bias, n, relu)
-
-
-def row_offsets(rows, n: int):
-    """The (N + 1,) int32 offsets of ``rows`` (nnz,) int32, ascending, on a GPU."""
-    offsets = torch.empty(n + 1, dtype=torch.int32, device=rows.device)
-    nnz = rows.numel()
-    arguments = (rows.data_ptr(), offsets.data_ptr(), nnz, n)
-    launch(rows.device, "spmm_coo.cu", "spmm_coo_offsets", "PPqq", arguments, grid=nnz // _BLOCK + 1, block=_BLOCK)
-    return offsets
+    if _spmm.has_sm80(x.device):  # by CSR, whose kernels are faster
+        offsets = torch.searchsorted(rows, torch.arange(n + 1, dtype=torch.int32, device=rows.device)).int()
+        bias = None if bias is None else row_major(bias)
+        return _spmm_sm80.spmm(x, values, cols, offsets, bias, n, relu, columns=False, plan=None)
+    entries = (values.data_ptr(), cols.data_ptr(), rows.data_ptr(), nnz)
+    return _spmm.simt("spmm_coo", x, entries, "PPPq", bias, n, relu)
 
 
 @torch.library.custom_op("qsparse::spmm_coo", mutates_args=())

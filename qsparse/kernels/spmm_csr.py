@@ -7,7 +7,7 @@ import torch
 from qsparse.kernels import _spmm, _spmm_sm80
 from qsparse.kernels._face import C_FLOATS, check_same_device, check_tensor, face, rows
 
-SOURCES = {_spmm.SIMT_SOURCE: _spmm.simt_instances(), **_spmm_sm80.instances()}
+SOURCES = {"spmm_csr.cu": _spmm.simt_instances("spmm_csr"), **_spmm_sm80.instances()}
 
 
 @face(SOURCES)
@@ -73,7 +73,13 @@ def spmm_csr(
     if x.device.type == "cpu":
         y = _spmm.cpu(x, torch.sparse_csr, (row_offsets, col_indices.int()), values, shape, bias, relu)
         return rows(y.t()).t() if columns else y
-    return _spmm.product(x, values, col_indices, row_offsets, bias, n, relu, columns, plan)
+    if _spmm.has_sm80(x.device):
+        bias = None if bias is None else rows(bias)
+        return _spmm_sm80.spmm(x, values, col_indices, row_offsets, bias, n, relu, columns, plan)
+    col_indices = col_indices.int()
+    entries = (values.data_ptr(), col_indices.data_ptr(), row_offsets.data_ptr())
+    y = _spmm.simt("spmm_csr", x, entries, "PPP", bias, n, relu)
+    return rows(y.t()).t() if columns else y
 
 
 def plan(col_indices, row_offsets, *, shape):
@@ -83,7 +89,7 @@ def plan(col_indices, row_offsets, *, shape):
     """
     n, k = (int(size) for size in shape)
     _spmm.check_pattern(col_indices, row_offsets, (n, k), check=True)
-    if col_indices.device.type == "cpu" or torch.cuda.get_device_capability(col_indices.device) < (8, 0):
+    if col_indices.device.type == "cpu" or not _spmm.has_sm80(col_indices.device):
         return None
     return _spmm_sm80.Plan(rows(col_indices), rows(row_offsets), (n, k))
 
