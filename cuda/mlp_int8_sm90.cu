@@ -3,8 +3,8 @@
 //
 //   x (M, K) float, half or bfloat16; each w (N, K) int8, all row-major; the last y (M, N) float.
 //
-// The idea: at this size a launch and a trip to memory cost more than the work. A group of blocks owns BM rows of the
-// batch and takes them through all layers. Each block holds its slice of every layer's outputs, and all its weights are
+// The idea: at this size a launch and a trip to memory cost more than the work. A group of blocks owns up to BM rows of
+// the batch and takes them through all layers. Each block holds its slice of every layer's outputs, and all its weights are
 // on their way to shared memory before anything else happens. Between the layers the group exchanges activations. Where
 // it does so through L2, it meets at a barrier: that of a cluster, or, for groups larger than a cluster, a counter.
 //
@@ -18,15 +18,16 @@
 //   READ      the same through L2, for groups larger than a cluster.
 //   SHARED    each quantizes its share of the rows, and the others read the result: many rows.
 //
-// A warp multiplies MW tiles of 16 rows by NT tiles of 8 columns, 64 bytes of K at a time; WM by WN warps lie side by
-// side, and KS of them share out K and add their integers in shared memory, in any order with the same sum. Which 16 bytes of the 64 a lane reads is free as long
-// as both operands agree: here they are contiguous, so one 16-byte load feeds two instructions.
+// A warp multiplies BM rows by NT tiles of 8 columns, 64 bytes of K at a time; KS warps share out K and add their
+// integers in shared memory, in any order with the same sum. Which 16 bytes of the 64 a lane reads is free as long as both
+// operands agree: here they are contiguous, so one 16-byte load feeds two instructions.
 
 #include "common/divide.cuh"
 #include "common/numeric.cuh"
 #include "common/sm90.cuh"
 
 constexpr int LAYERS = 4;
+constexpr int BM = 16;     // rows of a tile
 constexpr int PIECE = 64;  // bytes of K
 constexpr int LONGEST = 4096, LONGEST_OF_A_WARP = 1024;  // elements of a row that a block, a warp quantizes at once
 
@@ -40,11 +41,9 @@ struct Layer {
     float* scales;         // (M,) and its scales
     int N, K, ld, step_w;
     int slice;     // columns a block owns, a multiple of 8
-    int w_at;      // where in shared memory its weights lie
+    int w_at;      // where in shared memory its weights lie, in lines of line_of(K) bytes
     int scale_at;  // and its slice of scale_w, then of the bias
-    int line;      // bytes from one of these lines to the next
-    int bulk;      // w can be copied in bulk: K and w are multiples of 16 bytes
-    int bulk_scales;  // and so can its scale_w and bias
+    int bulk;      // lines of w can be copied in bulk: K and w are multiples of 16 bytes
     int sent_at;   // where in shared memory its outputs arrive, (rows, ld) floats
 };
 
@@ -72,14 +71,7 @@ __device__ __forceinline__ void copy_word_async(float* to, const float* from) {
 }
 __device__ __forceinline__ void copy_wait_all() { asm volatile("cp.async.wait_all;" ::: "memory"); }
 
-// Plain bytes, a multiple of 16 at multiples of 16: to shared memory, where a barrier counts them; and into L2.
-__device__ __forceinline__ void bulk_copy(void* to, const void* from, int bytes, unsigned long long* barrier) {
-    asm volatile(
-        "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(
-            shared_address(to)),
-        "l"(from), "r"(bytes), "r"(shared_address(barrier))
-        : "memory");
-}
+// Bring bytes, a multiple of 16 at a multiple of 16, into L2.
 __device__ __forceinline__ void bulk_prefetch(const void* from, int bytes) {
     asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(from), "r"(bytes) : "memory");
 }
@@ -276,74 +268,65 @@ __device__ __forceinline__ void mma(int (&d)[4], unsigned a0, unsigned a1, unsig
         : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
 }
 
-// What a lane holds of MW tiles of 16 rows: 16 bytes of row lane / 4, and of the row 8 below.
-template <int MW> struct Rows {
-    uint4 low[MW], high[MW];
+// What a lane holds of the tile's rows: 16 bytes of row lane / 4, and of the row 8 below.
+struct Rows {
+    uint4 low, high;
 };
 
 // Lines at `a` from shared memory, where only `rows` of them exist (LOCAL), or from L2, where all do.
-template <int MW, bool LOCAL>
-__device__ __forceinline__ void load_rows(Rows<MW>& r, const signed char* a, int lda, int rows) {
+template <bool LOCAL> __device__ __forceinline__ void load_rows(Rows& r, const signed char* a, int lda, int rows) {
     const int g = threadIdx.x % 32 / 4;
-#pragma unroll
-    for (int i = 0; i < MW; ++i) {
-        const uint4* low = reinterpret_cast<const uint4*>(a + (i * 16 + g) * lda);
-        const uint4* high = reinterpret_cast<const uint4*>(a + (i * 16 + g + 8) * lda);
-        if constexpr (LOCAL) {
-            r.low[i] = i * 16 + g < rows ? *low : uint4{0, 0, 0, 0};
-            r.high[i] = i * 16 + g + 8 < rows ? *high : uint4{0, 0, 0, 0};
-        } else {
-            r.low[i] = *low;
-            r.high[i] = *high;
-        }
+    const uint4* low = reinterpret_cast<const uint4*>(a + g * lda);
+    const uint4* high = reinterpret_cast<const uint4*>(a + (g + 8) * lda);
+    if constexpr (LOCAL) {
+        r.low = g < rows ? *low : uint4{0, 0, 0, 0};
+        r.high = g + 8 < rows ? *high : uint4{0, 0, 0, 0};
+    } else {
+        r.low = *low;
+        r.high = *high;
     }
 }
 
 // d += a · bᵀ over pieces first, first + step, ...; b has `tiles` tiles of 8 lines, and what is computed of others is for
 // nothing: without branches loads and products overlap. DEPTH pieces of `a` are on their way.
-template <int MW, int NT, int DEPTH, bool LOCAL>
-__device__ __forceinline__ void multiply(int (&d)[MW][NT][4], const signed char* a, int lda, int rows,
-                                         const signed char* b, int ldb, int tiles, int pieces, int first, int step) {
+template <int NT, int DEPTH, bool LOCAL>
+__device__ __forceinline__ void multiply(int (&d)[NT][4], const signed char* a, int lda, int rows, const signed char* b,
+                                         int ldb, int tiles, int pieces, int first, int step) {
     const int g = threadIdx.x % 32 / 4, t = threadIdx.x % 4;
     a += t * 16;
     b += g * ldb + t * 16;
     const int line8 = 8 * ldb, last = (tiles - 1) * line8;
-    Rows<MW> coming[DEPTH];
+    Rows coming[DEPTH];
 #pragma unroll
     for (int i = 0; i < DEPTH; ++i)
-        if (first + i * step < pieces) load_rows<MW, LOCAL>(coming[i], a + (first + i * step) * PIECE, lda, rows);
+        if (first + i * step < pieces) load_rows<LOCAL>(coming[i], a + (first + i * step) * PIECE, lda, rows);
 #pragma unroll 1
     for (int p = first; p < pieces; p += step) {
-        const Rows<MW> now = coming[0];
+        const Rows now = coming[0];
 #pragma unroll
         for (int i = 1; i < DEPTH; ++i) coming[i - 1] = coming[i];
         const int after = p + DEPTH * step;
-        if (after < pieces) load_rows<MW, LOCAL>(coming[DEPTH - 1], a + after * PIECE, lda, rows);
+        if (after < pieces) load_rows<LOCAL>(coming[DEPTH - 1], a + after * PIECE, lda, rows);
 #pragma unroll
         for (int j = 0; j < NT; ++j) {
             const uint4 w = *reinterpret_cast<const uint4*>(b + min(j * line8, last) + p * PIECE);
-#pragma unroll
-            for (int i = 0; i < MW; ++i) {
-                mma(d[i][j], now.low[i].x, now.high[i].x, now.low[i].y, now.high[i].y, w.x, w.y);
-                mma(d[i][j], now.low[i].z, now.high[i].z, now.low[i].w, now.high[i].w, w.z, w.w);
-            }
+            mma(d[j], now.low.x, now.high.x, now.low.y, now.high.y, w.x, w.y);
+            mma(d[j], now.low.z, now.high.z, now.low.w, now.high.w, w.z, w.w);
         }
     }
 }
 
 // --- the kernel ---------------------------------------------------------------------------------------------------
 
-template <int MW, int NT, int WM, int WN, int KS, Mode MODE>
-__global__ void __launch_bounds__(WM * WN * KS * 32, 1) mlp_int8_sm90(const __grid_constant__ Network net) {
-    constexpr int THREADS = WM * WN * KS * 32, BM = WM * MW * 16, BN = WN * NT * 8, TILE_LD = BN + 8;
-    constexpr int DEPTH = THREADS > 256 || MW * NT > 16 ? 1 : MW * NT > 8 ? 2 : 3;  // as registers allow
-    static_assert(MODE == SHARED || (KS > 1 && MW == 1 && WM == 1), "few rows are one tile, and its sums meet in memory");
+template <int NT, int KS, Mode MODE>
+__global__ void __launch_bounds__(KS * 32, 1) mlp_int8_sm90(const __grid_constant__ Network net) {
+    constexpr int THREADS = KS * 32, BN = NT * 8, TILE_LD = BN + 8;
     extern __shared__ __align__(128) unsigned char shared[];
     __shared__ unsigned long long arrived[LAYERS], received[LAYERS];  // weights; outputs of a layer
     __shared__ unsigned partial[2][THREADS / 32];
     __shared__ float fixed_scales[LAYERS];
     float* scales = reinterpret_cast<float*>(shared);  // BM
-    int* tile = reinterpret_cast<int*>(scales + BM);   // rows x TILE_LD where KS > 1, KS of them for few rows
+    int* tile = reinterpret_cast<int*>(scales + BM);   // BM x TILE_LD
     signed char* act = reinterpret_cast<signed char*>(shared + net.act_at);
 
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
@@ -370,9 +353,8 @@ __global__ void __launch_bounds__(WM * WN * KS * 32, 1) mlp_int8_sm90(const __gr
         }
         mbarrier_init_fence();
     }
-    if constexpr (KS > 1 && MODE == SHARED)
 #pragma unroll 1
-        for (int i = threadIdx.x; i < BM * TILE_LD; i += THREADS) tile[i] = 0;
+    for (int i = threadIdx.x; i < BM * TILE_LD; i += THREADS) tile[i] = 0;
     __syncthreads();
     if constexpr (MODE == SENT) cluster_announce();
     if (MODE == SHARED && threadIdx.x == 0 && share0 < share1) {
@@ -380,53 +362,38 @@ __global__ void __launch_bounds__(WM * WN * KS * 32, 1) mlp_int8_sm90(const __gr
         const char* x = static_cast<const char*>(net.x) + (m0 + share0) * bytes;
         if (reinterpret_cast<unsigned long long>(x) % 16 == 0) bulk_prefetch(x, (share1 - share0) * bytes / 16 * 16);
     }
-    // The last warp has the least of x to load, whose way should not be behind the weights'.
-    const bool issuer = threadIdx.x == THREADS - 32;
 #pragma unroll 1
     for (int l = 0; l <= last; ++l) {
         const Layer& layer = net.layer[l];
-        const int count = count_of(l), first = first_of(l), line = layer.line;
-        const signed char* w = layer.w + static_cast<long long>(first) * layer.K;
+        if (MODE == SENT && threadIdx.x == 0 && l < last) mbarrier_expect_bytes(&received[l], rows * layer.ld * 4);
+        const int count = count_of(l), line = line_of(layer.K);
+        const signed char* w = layer.w + static_cast<long long>(first_of(l)) * layer.K;
         unsigned char* to = shared + layer.w_at;
-        float* scale_w = reinterpret_cast<float*>(shared + layer.scale_at);
-        if (issuer) {
-            if (MODE == SENT && l < last) mbarrier_expect_bytes(&received[l], rows * layer.ld * 4);
-            const int scales_of = !layer.bulk_scales ? 0 : layer.bias ? 8 : 4;
-            mbarrier_expect_bytes(&arrived[l], count * ((layer.bulk ? layer.K : 0) + scales_of));
-            if (count > 0 && layer.bulk && line == layer.K) bulk_copy(to, w, count * line, &arrived[l]);
-            if (count > 0 && layer.bulk_scales) {
-                bulk_copy(scale_w, layer.scale_w + first, count * 4, &arrived[l]);
-                if (layer.bias) bulk_copy(scale_w + layer.slice, layer.bias + first, count * 4, &arrived[l]);
-            }
-        }
-        if (layer.bulk && line != layer.K) {
+        if (layer.bulk) {
+            if (threadIdx.x == 0) mbarrier_expect_bytes(&arrived[l], count * layer.K);
             if (lane == 0)
 #pragma unroll 1
                 for (int n = warp; n < count; n += THREADS / 32)
-                    bulk_copy(to + n * line, w + static_cast<long long>(n) * layer.K, layer.K, &arrived[l]);
-        } else if (!layer.bulk) {
+                    bulk_load(to + n * line, w + static_cast<long long>(n) * layer.K, layer.K, &arrived[l]);
+        } else {
 #pragma unroll 1
             for (int n = warp; n < count; n += THREADS / 32)
 #pragma unroll 1
                 for (int k = lane; k < layer.K; k += 32) to[n * line + k] = w[static_cast<long long>(n) * layer.K + k];
         }
-        if (!layer.bulk_scales)
+        float* scale_w = reinterpret_cast<float*>(shared + layer.scale_at);
 #pragma unroll 1
-            for (int c = threadIdx.x; c < count; c += THREADS)
-                copy_word_async(scale_w + c, layer.scale_w + (first + c) * layer.step_w);
-        if (!layer.bulk_scales || !layer.bias)
-#pragma unroll 1
-            for (int c = threadIdx.x; c < count; c += THREADS) {
-                if (layer.bias)
-                    copy_word_async(scale_w + layer.slice + c, layer.bias + first + c);
-                else
-                    scale_w[layer.slice + c] = -0.0f;  // x + -0 is x
-            }
-        if (threadIdx.x == 0) {
-            if (layer.scale_x)
-                copy_word_async(&fixed_scales[l], layer.scale_x);
+        for (int c = threadIdx.x; c < count; c += THREADS) {
+            copy_word_async(scale_w + c, layer.scale_w + (first_of(l) + c) * layer.step_w);
+            if (layer.bias)
+                copy_word_async(scale_w + layer.slice + c, layer.bias + first_of(l) + c);
             else
-                fixed_scales[l] = 0.0f;
+                scale_w[layer.slice + c] = -0.0f;  // x + -0 is x
+        }
+        if (layer.scale_x) {
+            if (threadIdx.x == 0) copy_word_async(&fixed_scales[l], layer.scale_x);
+        } else if (threadIdx.x == 0) {
+            fixed_scales[l] = 0.0f;
         }
     }
 
@@ -440,7 +407,7 @@ __global__ void __launch_bounds__(WM * WN * KS * 32, 1) mlp_int8_sm90(const __gr
             if (MODE == SENT && l == 0) cluster_await();
             break;
         }
-        const int K = layer.K, pieces = pieces_of(K), line = line_of(K);  // of the activations
+        const int K = layer.K, pieces = pieces_of(K), line = line_of(K);
         signed char* q = local ? act : layer.q + (m0 + from) * (pieces * PIECE);
         float* s = local ? scales : layer.scales + m0 + from;
         const int ldq = local ? line : pieces * PIECE;
@@ -472,10 +439,9 @@ __global__ void __launch_bounds__(WM * WN * KS * 32, 1) mlp_int8_sm90(const __gr
         }
         __syncthreads();
         if (MODE == SENT && l == 0) cluster_await();  // all blocks can be sent to
-        mbarrier_wait(&arrived[l], 0);
+        if (layer.bulk) mbarrier_wait(&arrived[l], 0);
 
         const int count = count_of(l), m_rows = local ? to - from : rows;
-        const int wm = warp % WM * MW * 16, wn = warp / WM % WN * NT * 8, ks = warp / WM / WN;
         const float* scale_w = reinterpret_cast<const float*>(shared + layer.scale_at);
         float* y = layer.y + (m0 + (by_rows ? from : 0)) * layer.ld + first_of(l);
         auto scaled = [&](int r, int c, int sum) {
@@ -485,86 +451,57 @@ __global__ void __launch_bounds__(WM * WN * KS * 32, 1) mlp_int8_sm90(const __gr
         };
 #pragma unroll 1
         for (int c0 = 0; c0 < count; c0 += BN) {
-            const int columns = min(BN, count - c0), tiles = (columns - wn + 7) / 8;
-            const signed char* b = reinterpret_cast<const signed char*>(shared + layer.w_at) + (c0 + wn) * layer.line;
-            int d[MW][NT][4] = {};
-            if (wm < m_rows && tiles > 0) {
-                if (local)
-                    multiply<MW, NT, 1, true>(d, act + wm * line, line, m_rows - wm, b, layer.line, tiles, pieces, ks, KS);
-                else
-                    multiply<MW, NT, DEPTH, false>(d, layer.q + (m0 + wm) * (pieces * PIECE), pieces * PIECE, 0, b, layer.line, tiles,
-                                            pieces, ks, KS);
-            }
+            const int columns = min(BN, count - c0), tiles = (columns + 7) / 8;
+            const signed char* b = reinterpret_cast<const signed char*>(shared + layer.w_at) + c0 * line;
+            int d[NT][4] = {};
+            if (local)
+                multiply<NT, 1, true>(d, act, line, m_rows, b, line, tiles, pieces, warp, KS);
+            else
+                multiply<NT, 3, false>(d, layer.q + m0 * (pieces * PIECE), pieces * PIECE, 0, b, line, tiles, pieces,
+                                       warp, KS);
             const int g = lane / 4, t = lane % 4;
-            if constexpr (MODE != SHARED) {
-                // Each of the KS warps leaves its sums in a tile of its own.
-                if (c0 > 0) __syncthreads();
-                int* mine = tile + ks * m_rows * TILE_LD;
 #pragma unroll
-                for (int half = 0; half < 2; ++half) {
-                    const int r = wm + g + 8 * half;
-                    if (r >= m_rows) break;
+            for (int j = 0; j < NT; ++j)
 #pragma unroll
-                    for (int j = 0; j < NT; ++j)
-                        *reinterpret_cast<int2*>(&mine[r * TILE_LD + wn + j * 8 + 2 * t]) =
-                            int2{d[0][j][2 * half], d[0][j][2 * half + 1]};
+                for (int e = 0; e < 4; ++e) {
+                    const int r = g + e / 2 * 8, c = j * 8 + 2 * t + e % 2;
+                    if (r < m_rows && c < columns) atomicAdd(&tile[r * TILE_LD + c], d[j][e]);
                 }
-            } else {
-#pragma unroll
-                for (int i = 0; i < MW; ++i)
-#pragma unroll
-                    for (int j = 0; j < NT; ++j)
-#pragma unroll
-                        for (int e = 0; e < 4; ++e) {
-                            const int r = wm + i * 16 + g + e / 2 * 8, c = wn + j * 8 + 2 * t + e % 2;
-                            if (r >= m_rows || c >= columns) continue;
-                            if constexpr (KS > 1)
-                                atomicAdd(&tile[r * TILE_LD + c], d[i][j][e]);
-                            else
-                                y[static_cast<long long>(r) * layer.ld + c0 + c] = scaled(r, c0 + c, d[i][j][e]);
-                        }
-            }
-            if constexpr (KS > 1) __syncthreads();
+            __syncthreads();
             if (MODE == SENT && !by_rows) {
-                // Lanes 8 apart hold the same four columns and share out the blocks of the cluster. Beyond N zeros go
-                // out, up to a multiple of four, and the next layer takes them for its padding.
+                // Lanes 8 apart hold the same four columns and share out the blocks of the cluster. Beyond N
+                // zeros go out, up to a multiple of four, and the next layer takes them for its padding.
+                const int ld = layer.ld, to_rank = lane / 8;
 #pragma unroll 1
                 for (int r = warp; r < m_rows; r += THREADS / 32)
 #pragma unroll 1
-                    for (int c = lane % 8 * 4; c < columns; c += 32) {
-                        int4 sum = *reinterpret_cast<const int4*>(&tile[r * TILE_LD + c]);
-#pragma unroll
-                        for (int k = 1; k < KS; ++k) {
-                            const int4 more = *reinterpret_cast<const int4*>(&tile[(k * m_rows + r) * TILE_LD + c]);
-                            sum = {sum.x + more.x, sum.y + more.y, sum.z + more.z, sum.w + more.w};
-                        }
+                    for (int next = 0; next < columns; next += 32) {
+                        const int c = next + lane % 8 * 4;
+                        int4* at = reinterpret_cast<int4*>(&tile[r * TILE_LD + min(c, BN - 4)]);
+                        const int4 sum = *at;
+                        __syncwarp();
+                        if (c >= columns) continue;
+                        *at = int4{0, 0, 0, 0};
                         auto value = [&](int i, int part) {
                             return c + i < columns ? __float_as_uint(scaled(r, c0 + c + i, part)) : 0;
                         };
                         const uint4 v = {value(0, sum.x), value(1, sum.y), value(2, sum.z), value(3, sum.w)};
-                        const float* here = reinterpret_cast<const float*>(shared + layer.sent_at) + r * layer.ld +
+                        const float* here = reinterpret_cast<const float*>(shared + layer.sent_at) + r * ld +
                                             first_of(l) + c0 + c;
 #pragma unroll 1
-                        for (int to = lane / 8; to < net.group; to += 4)
+                        for (int to = to_rank; to < net.group; to += 4)
                             cluster_send(cluster_address(here, to), v, cluster_address(&received[l], to));
                     }
-            } else if (KS > 1) {
+            } else {
 #pragma unroll 1
                 for (int r = warp; r < m_rows; r += THREADS / 32)
 #pragma unroll 1
                     for (int c = lane; c < columns; c += 32) {
-                        int* at = &tile[r * TILE_LD + c];
-                        int sum = *at;
-                        if constexpr (MODE != SHARED) {
-#pragma unroll
-                            for (int k = 1; k < KS; ++k) sum += at[k * m_rows * TILE_LD];
-                        } else {
-                            *at = 0;
-                        }
-                        y[static_cast<long long>(r) * layer.ld + c0 + c] = scaled(r, c0 + c, sum);
+                        y[static_cast<long long>(r) * layer.ld + c0 + c] = scaled(r, c0 + c, tile[r * TILE_LD + c]);
+                        tile[r * TILE_LD + c] = 0;
                     }
-                if constexpr (MODE == SHARED) __syncthreads();
             }
+            __syncthreads();
         }
         if (MODE != SENT && !by_rows) group_sync(counter, rank, net.group);
     }

@@ -16,53 +16,41 @@ from qsparse.kernels._face import rows
 from qsparse.kernels._load import multiprocessors, prepare
 
 SOURCE = "mlp_int8_sm90.cu"
-LAYERS, PIECE, LONGEST = 4, 64, 4096  # as in the kernel
+LAYERS, ROWS, PIECE, LONGEST = 4, 16, 64, 4096  # as in the kernel
 SHARED = 231_424  # bytes that a block may ask for, less 1 KB for the kernel's own arrays
 LARGEST_CLUSTER = 16
 _ELEMENTS = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
-_LAYER = struct.Struct("@PPPPPPPiiiiiiiiiii0P")
+_LAYER = struct.Struct("@PPPPPPPiiiiiiiii0P")
 _NETWORK = struct.Struct("@PPiiiiiiii0P")
 _FORMATS = f"{LAYERS * _LAYER.size + _NETWORK.size}s"
 
 
 @dataclass(frozen=True)
 class Config:
-    """The kernel's template: ``wm`` by ``wn`` warps, each ``mw`` tiles of 16 rows by ``nt`` of 8 columns, ``ks`` times.
+    """The kernel's template: ``ks`` warps, each of 16 rows by ``nt`` tiles of 8 columns.
 
     ``mode`` is how blocks exchange activations: SENT, READ or SHARED.
     """
 
-    mw: int
     nt: int
-    wm: int
-    wn: int
     ks: int
     mode: str
 
-    def __post_init__(self):
-        if self.mode not in ("SENT", "READ", "SHARED") or (self.mode == "SENT" and self.ks == 1):
-            raise ValueError(f"no such kernel: {self}")
-
-    @property
-    def rows(self) -> int:
-        return 16 * self.mw * self.wm
-
     @property
     def threads(self) -> int:
-        return 32 * self.wm * self.wn * self.ks
+        return 32 * self.ks
 
     @property
     def instance(self) -> str:
-        return f"mlp_int8_sm90<{self.mw}, {self.nt}, {self.wm}, {self.wn}, {self.ks}, {self.mode}>"
+        return f"mlp_int8_sm90<{self.nt}, {self.ks}, {self.mode}>"
 
 
-SENT_16 = Config(mw=1, nt=2, wm=1, wn=1, ks=8, mode="SENT")
-SENT_32 = Config(mw=1, nt=4, wm=1, wn=1, ks=8, mode="SENT")
-READ_16 = Config(mw=1, nt=2, wm=1, wn=1, ks=8, mode="READ")
-READ_32 = Config(mw=1, nt=4, wm=1, wn=1, ks=8, mode="READ")
-SHARED_16 = Config(mw=1, nt=8, wm=1, wn=1, ks=8, mode="SHARED")
-SHARED_64 = Config(mw=4, nt=4, wm=1, wn=1, ks=8, mode="SHARED")
-CONFIGS = (SENT_16, SENT_32, READ_16, READ_32, SHARED_16, SHARED_64)
+# What was fastest on an NVIDIA H200, 2026-11-30, for the networks of `qsparse bench mlp` at 1, 64 and 1,024 rows.
+SENT = Config(nt=4, ks=8, mode="SENT")
+READ = Config(nt=2, ks=8, mode="READ")
+READ_16 = Config(nt=4, ks=16, mode="READ")
+SHARED_16 = Config(nt=8, ks=8, mode="SHARED")
+CONFIGS = (SENT, READ, READ_16, SHARED_16)
 INSTANCES = tuple(config.instance for config in CONFIGS)
 
 
@@ -76,7 +64,6 @@ class Plan:
     share: int  # rows of a block, where blocks share out a group's
     groups: int
     slices: tuple[int, ...]
-    lines: tuple[int, ...]  # bytes of a line of weights
     lines_at: tuple[int, ...]  # offsets in shared memory: weights, scales of weights, activations
     scales_at: tuple[int, ...]
     sent_at: tuple[int, ...]  # outputs that are sent
@@ -106,24 +93,19 @@ def _line(k: int) -> int:
 def plan(sizes: tuple[int, ...], m: int, config: Config, group: int, rows: int | None = None) -> Plan | None:
     """Lay out a network of these widths at ``m`` rows for groups of ``group`` blocks; None where it does not fit.
 
-    ``rows`` of a group are those of the configuration where they are left out.
+    ``rows`` of a group are 16 where they are left out.
     """
-    layers, last, rows = len(sizes) - 1, len(sizes) - 2, rows or config.rows
-    if layers > LAYERS or min(*sizes, m) < 1 or max(sizes[:-1]) > LONGEST or m >= 2**31 - config.rows:
+    layers, last, rows = len(sizes) - 1, len(sizes) - 2, rows or ROWS
+    if layers > LAYERS or min(*sizes, m) < 1 or max(sizes[:-1]) > LONGEST or m >= 2**31 - ROWS:
         return None
-    if rows > config.rows or (config.mode == "SENT" and not 1 < group <= LARGEST_CLUSTER):
+    if rows > ROWS or (config.mode == "SENT" and not 1 < group <= LARGEST_CLUSTER):
         return None
     groups, held = -(-m // rows), min(m, rows)
     share = -(-held // group)
-    # A slice whose lines follow each other as in memory is one copy; many rows want lines without bank conflicts.
-    lines = tuple(k if config.mode != "SHARED" and k % 16 == 0 else _line(k) for k in sizes[:-1])
     slices = tuple(_up(-(-n // group) if i < last else n, 8) for i, n in enumerate(sizes[1:]))
     leading = tuple(_up(n, 4) if i < last else n for i, n in enumerate(sizes[1:]))
 
-    at = 4 * config.rows
-    if config.ks > 1:
-        tiles = config.rows if config.mode == "SHARED" else config.ks * held
-        at += 4 * tiles * (8 * config.wn * config.nt + 8)
+    at = 4 * ROWS + 4 * ROWS * (8 * config.nt + 8)
     scales_at, sent_at = [], []
     for width in slices:
         scales_at.append(at)
@@ -141,13 +123,13 @@ def plan(sizes: tuple[int, ...], m: int, config: Config, group: int, rows: int |
     lines_at = [0] * layers
     for i in (last, *range(last)):
         lines_at[i] = at
-        at = _up(at + (sizes[-1] if i == last and last > 0 else slices[i]) * lines[i], 128)
-    at = max(at, lines_at[last] + slices[last] * lines[last]) + PIECE  # a last piece may end beyond its line
+        at += (sizes[-1] if i == last and last > 0 else slices[i]) * _line(sizes[i])
+    at = max(at, lines_at[last] + slices[last] * _line(sizes[last]))
     if at > SHARED:
         return None
     at = min(_up(at, 8192), SHARED)  # a size of its own is a kernel of its own to the loader
 
-    padded = (groups - 1) * rows + config.rows  # warps read whole tiles
+    padded = (groups - 1) * rows + ROWS  # warps read whole tiles
     scratch, outputs_at, inputs_at, input_scales_at = 0, [], [], []
     for i in range(last):
         outputs_at.append(scratch)
@@ -158,28 +140,32 @@ def plan(sizes: tuple[int, ...], m: int, config: Config, group: int, rows: int |
         scratch = _up(scratch + (4 * m if config.mode == "SHARED" else 0), 256)
     offsets = (tuple(each) for each in (lines_at, scales_at, sent_at))
     between = (tuple(each) for each in (outputs_at, inputs_at, input_scales_at))
-    return Plan(config, group, rows, share, groups, slices, lines, *offsets, act_at, at, leading, *between, scratch)
+    return Plan(config, group, rows, share, groups, slices, *offsets, act_at, at, leading, *between, scratch)
 
 
 def choose(sizes: tuple[int, ...], m: int, sms: int) -> Plan | None:
-    """The plan for a network and a batch, or None where the chain of kernels is faster or nothing fits."""
-    for candidate in _candidates(m, sms):
+    """The plan for a network and a batch, or None where the chain of kernels is faster or nothing fits.
+
+    All blocks of a launch that counts them must find a multiprocessor, of which there are ``sms``.
+    """
+    for candidate in _candidates(m):
         found = plan(sizes, m, *candidate)
-        if found:
+        if found and not (found.counted and found.group * found.groups > sms):
             return found
     return None
 
 
-def _candidates(m: int, sms: int):
+def _candidates(m: int):
     """Configurations that may suit ``m`` rows, with the blocks and rows of a group, the best first."""
-    blocks = sms // 4 * 4
     if m <= 64:
-        yield SENT_32, 8, 1 if m == 1 else 8
-        if m <= 16:
-            yield READ_16, blocks, m
-            yield READ_32, blocks, m
-        yield READ_32, 32, 16
-        yield SHARED_64, blocks, 64
+        yield SENT, 8, min(m, 8)
+    if m == 1:
+        yield READ, 128, 1
+        yield READ_16, 128, 1
+    elif m <= 64:
+        yield READ_16, 32, 16
+    elif m <= 1024:
+        yield SHARED_16, 2, 16
 
 
 def launch_mlp(x: torch.Tensor, layers: list[tuple], found: Plan | None = None) -> torch.Tensor | None:
@@ -222,11 +208,7 @@ def launch_mlp(x: torch.Tensor, layers: list[tuple], found: Plan | None = None) 
                 found.slices[i],
                 found.lines_at[i],
                 found.scales_at[i],
-                found.lines[i],
                 k % 16 == 0 and w.data_ptr() % 16 == 0,
-                n % 4 == 0
-                and scale_w.numel() == n
-                and (scale_w.data_ptr() | (0 if bias is None else bias.data_ptr())) % 16 == 0,
                 found.sent_at[i],
             )
         )

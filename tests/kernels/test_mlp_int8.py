@@ -13,24 +13,13 @@ from qsparse.oracles.mlp_int8 import mlp_int8 as oracle
 
 NAN, INF = float("nan"), float("inf")
 MNIST = (784, 256, 10)
-NETWORKS = [
-    MNIST,
-    (784, 1024, 1024, 10),
-    (784, 10),
-    (784, 320, 160, 80, 10),
-    (100, 77, 33),
-    (61, 130, 5, 3),
-    (16, 1, 1),
-    (1, 9, 2),
-    (33, 40, 70),
-]
-BATCHES = [1, 3, 16, 17, 64, 1000]
+NETWORKS = [MNIST, (784, 320, 160, 80, 10), (784, 10), (100, 77, 33), (61, 130, 5, 3), (16, 1, 1), (33, 40, 70)]
+BATCHES = (1, 3, 16, 17, 64, 200)
 
 
 @pytest.fixture
 def network(normal, integers):
-    """``network(sizes, device, static=, bias=)``: weights, their scales, biases, and input scales, as the face takes
-    them."""
+    """``network(sizes, device, static=, bias=)``: (weights, their scales, biases) and input scales for the face."""
 
     def build(sizes, device="cpu", static=(), bias=True):
         weights, scales, biases, inputs = [], [], [], []
@@ -54,23 +43,24 @@ def expected(x, arrays, input_scales=None):
 
 
 @pytest.mark.parametrize("sizes", NETWORKS, ids=str)
-@pytest.mark.parametrize("m", BATCHES)
-def test_has_the_oracle_s_bits(device, sizes, m, normal, network, assert_same_bits):
+def test_has_the_oracle_s_bits(device, sizes, normal, network, assert_same_bits):
     arrays, _ = network(sizes, device)
-    x = normal(min(m, 64 if sizes[1] > 256 else m), sizes[0], device=device)
-    y = kernels.mlp_int8(x, *arrays)
-    assert y.is_contiguous()
-    assert_same_bits(y, expected(x, arrays))
+    x = normal(max(BATCHES), sizes[0], device=device)
+    y = expected(x, arrays)
+    for m in BATCHES:
+        out = kernels.mlp_int8(x[:m], *arrays)
+        assert out.is_contiguous()
+        assert_same_bits(out, y[:m])
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("static", [(), (0,), (1,), (0, 1)])
-@pytest.mark.parametrize("bias", [True, False])
-def test_dtypes_static_scales_and_missing_biases(device, dtype, static, bias, normal, network, assert_same_bits):
-    arrays, input_scales = network(MNIST, device, static, bias)
-    x = normal(20, 784, dtype=dtype, device=device)
-    y = kernels.mlp_int8(x, *arrays, input_scales=input_scales)
-    assert_same_bits(y, expected(x, arrays, input_scales))
+def test_dtypes_static_scales_and_missing_biases(device, static, normal, network, assert_same_bits):
+    for bias in (True, False):
+        arrays, input_scales = network(MNIST, device, static, bias)
+        for dtype in (torch.float32, torch.float16, torch.bfloat16):
+            x = normal(20, 784, dtype=dtype, device=device)
+            y = kernels.mlp_int8(x, *arrays, input_scales=input_scales)
+            assert_same_bits(y, expected(x, arrays, input_scales))
 
 
 def test_one_scale_for_all_weights(device, normal, network, assert_same_bits):
@@ -80,8 +70,7 @@ def test_one_scale_for_all_weights(device, normal, network, assert_same_bits):
     assert_same_bits(kernels.mlp_int8(x, weights, scales, biases), expected(x, (weights, scales, biases)))
 
 
-@pytest.mark.parametrize("m", [1, 9, 40])
-@pytest.mark.parametrize("static", [(), (0, 1)])
+@pytest.mark.parametrize(("m", "static"), [(1, ()), (9, (0, 1)), (40, ()), (100, (0, 1)), (100, ())])
 def test_case_9_special_rows(device, m, static, normal, network, assert_same_bits):
     """A row of zeros, and one with NaN or Inf, which gives NaN and touches no other."""
     arrays, input_scales = network(MNIST, device, static)
@@ -155,7 +144,7 @@ def test_refuses_what_does_not_fit(device, network, normal):
 
 # --- one launch -----------------------------------------------------------------------------------------------------
 
-GROUPS = (1, 2, 4, 8, 16, 24, 128)
+GROUPS = (1, 2, 8, 16, 24, 128)
 
 
 def plans(sizes, m):
@@ -178,8 +167,8 @@ def hopper():
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("sizes", [*NETWORKS, (784, 4096, 4096, 10)], ids=str)
-@pytest.mark.parametrize("m", [1, 3, 17, 64, 300])
-def test_every_plan_has_the_chain_s_bits(hopper, sizes, m, normal, network, assert_same_bits):
+@pytest.mark.parametrize("m", [1, 17, 64])
+def test_every_plan_has_the_chain_s_bits(hopper, sizes, m, normal, network):
     arrays, input_scales = network(sizes, hopper, static=(1,))
     x = normal(m, sizes[0], dtype=torch.float16, device=hopper)
     for scales in (input_scales, None):
@@ -188,26 +177,23 @@ def test_every_plan_has_the_chain_s_bits(hopper, sizes, m, normal, network, asse
         for p in plans(sizes, m):
             y = sm90.launch_mlp(x, layers, p)
             torch.cuda.synchronize()
-            try:
-                assert_same_bits(y, chain)
-            except AssertionError as error:
-                raise AssertionError(f"{error}: {p.config}, groups of {p.group} blocks, {p.rows} rows") from None
+            assert torch.equal(y, chain), f"{p.config}, groups of {p.group} blocks, {p.rows} rows"
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("sizes", [MNIST, (784, 1024, 1024, 10), (784, 4096, 4096, 10)], ids=str)
-@pytest.mark.parametrize("m", [*BATCHES, 1024, 10_000])
-def test_what_is_chosen_has_the_chain_s_bits(hopper, sizes, m, normal, network, assert_same_bits):
+def test_what_is_chosen_has_the_chain_s_bits(hopper, sizes, normal, network, assert_same_bits):
     arrays, _ = network(sizes, hopper)
     for dtype in (torch.float16, torch.float32):
-        x = normal(m, sizes[0], dtype=dtype, device=hopper)
-        assert_same_bits(kernels.mlp_int8(x, *arrays), kernels.mlp_int8(x, *arrays, one_launch=False))
+        x = normal(1024, sizes[0], dtype=dtype, device=hopper)
+        for m in (1, 2, 16, 64, 1000, 1024):
+            assert_same_bits(kernels.mlp_int8(x[:m], *arrays), kernels.mlp_int8(x[:m], *arrays, one_launch=False))
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("sizes", [MNIST, (784, 4096, 4096, 10)], ids=str)
+@pytest.mark.parametrize("sizes", [MNIST, (784, 1024, 1024, 10)], ids=str)
 def test_replays_of_a_graph(hopper, sizes, normal, network, assert_same_bits):
-    """Again and again, with new inputs, and two graphs that use counters side by side."""
+    """Again and again, with new inputs, and two graphs that may use counters side by side."""
     arrays, _ = network(sizes, hopper)
     x = normal(1, sizes[0], dtype=torch.float16, device=hopper)
     kernels.mlp_int8(x, *arrays)
@@ -216,10 +202,10 @@ def test_replays_of_a_graph(hopper, sizes, normal, network, assert_same_bits):
         graphs.append(torch.cuda.CUDAGraph())
         with torch.cuda.graph(graphs[-1]):
             outputs.append(kernels.mlp_int8(x, *arrays))
-    for _ in range(50):
+    streams = [torch.cuda.Stream() for _ in graphs]
+    for _ in range(20):
         x.copy_(normal(1, sizes[0], dtype=torch.float16))
         torch.cuda.synchronize()
-        streams = [torch.cuda.Stream() for _ in graphs]
         for graph, stream in zip(graphs, streams, strict=True):
             with torch.cuda.stream(stream):
                 graph.replay()
