@@ -206,7 +206,6 @@ def test_configurations_leave_room_for_what_the_epilogue_keeps():
             assert config.shared(column_bytes) <= _gemm_sm90_configs.SHARED_LIMIT, config
 
 
-
 def test_the_tuning_table_is_valid():
     for (_, dtype, layout), rows in _gemm_sm90_configs.table().items():
         assert dtype in ("float16", "bfloat16", "int8")
