@@ -390,5 +390,5 @@ def test_what_cannot_be_is_refused():
         nn.WeightOnlyLinear.from_linear(nn.Linear(3, 4), 3)
     with pytest.raises(ValueError, match=r"^group must be at least 1, got 0"):
         nn.WeightOnlyLinear(3, 4, group=0)
-    with pytest.raises(ValueError, match=r"^unknown kind of layer 'Conv'; known are Linear, QuantLinear, .*WeightOnlyLinear"):
+    with pytest.raises(ValueError, match=r"^unknown kind of layer 'Conv'; known are Linear, .*WeightOnlyLinear"):
         nn.from_description({"kind": "Conv"})
