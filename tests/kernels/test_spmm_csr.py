@@ -8,6 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from qsparse import kernels
+from qsparse.kernels import _spmm_sm80
 from qsparse.oracles.spmm_csr import spmm_csr as oracle
 
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
@@ -277,3 +278,20 @@ def test_refuses_what_does_not_fit(device, normal, sparse):
         kernels.spmm_csr(x, values, col_indices, row_offsets, shape=(-1, 6))
     with pytest.raises(ValueError, match=r"^bias must have shape \(5,\), got \(4,\)"):
         kernels.spmm_csr(x, values, col_indices, row_offsets, x[:, 0], shape=w.shape)
+
+
+@pytest.mark.parametrize("kilobytes", [99, 163, 227])
+@pytest.mark.parametrize("itemsize", [2, 4])
+def test_tiles_fit_the_card_and_cover_w(kilobytes, itemsize):
+    """On every card there is a tile; it fits, and its blocks hold the rows that they are given."""
+    budget = kilobytes * 1024 - 4096
+    found = _spmm_sm80.tiles(itemsize, budget)
+    assert found
+    for tile in found:
+        assert tile.shared(itemsize) <= budget
+        assert 2 <= tile.stages <= 4
+        assert tile.width % 64 == 0  # the swizzle's period
+    for m, n, k, nnz in ((17, 1, 1, 4), (64, 4096, 4096, 10**6), (60000, 256, 784, 20000), (20, 100_000, 10, 5000)):
+        tile, rows = _spmm_sm80.choose(m, n, k, nnz, itemsize, budget, 132)
+        assert 1 <= rows <= tile.most_rows(itemsize)
+        assert rows * 4 * (tile.batch + 1) <= tile.shared(itemsize)
