@@ -71,7 +71,13 @@ def uninterrupted(tmp_path_factory) -> Path:
 
 def started(directory: Path, *more: str) -> subprocess.Popen:
     return subprocess.Popen(
-        command(directory, *more), cwd=directory, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True
+        command(directory, *more),
+        cwd=directory,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        text=True,
+        # a suite in the background of a shell inherits an ignored SIGINT, and so would the process
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
     )
 
 
