@@ -197,7 +197,7 @@ __device__ __forceinline__ void head(Halves x, Halves w, Halves gradient, const 
                 if (valid ? chosen : at + i == 0) losses[m] = valid ? logf(total) - (logit[i] - largest) : d[i];
                 if (at + i >= classes) d[i] = 0.0f;
             }
-            put<PARTS>(gradient, m, at, d[0], d[1]);
+            if (at < gradient.ld) put<PARTS>(gradient, m, at, d[0], d[1]);  // few classes have shorter lines
         }
         __syncthreads();  // the sums are read before the next images' are written
     }

@@ -59,16 +59,17 @@ def simt(op: str, x, entries, formats: str, bias, n: int, relu: bool):
 # --- checks ---------------------------------------------------------------------------------------------------------
 
 
-def check_csr(values, col_indices, row_offsets, dtype: torch.dtype, shape, check: bool) -> None:
-    """Check CSR arrays against each other and the shape of W; with ``check`` every index too."""
-    check_tensor("values", values, (dtype,), (None,))
+def check_csr(x, values, col_indices, row_offsets, shape, check: bool) -> None:
+    """Check CSR arrays against x, each other and the shape of W; with ``check`` every index too."""
+    check_tensor("values", values, (x.dtype,), (None,))
     check_tensor("col_indices", col_indices, tuple(_spmm_sm80.INDICES), (values.numel(),))
+    check_tensor("row_offsets", row_offsets, (torch.int32,), (shape[0] + 1,))
+    check_same_device(x, values=values, col_indices=col_indices, row_offsets=row_offsets)
     check_pattern(col_indices, row_offsets, shape, check)
-    check_same_device(values, col_indices=col_indices)
 
 
 def check_pattern(col_indices, row_offsets, shape, check: bool) -> None:
-    """The same without values."""
+    """The same without x and values."""
     n, k = shape
     check_tensor("col_indices", col_indices, tuple(_spmm_sm80.INDICES), (None,))
     check_tensor("row_offsets", row_offsets, (torch.int32,), (n + 1,))

@@ -63,10 +63,10 @@ def spmm_csr(
         return _operator(x, values, col_indices, row_offsets, bias, list(shape), relu, check, columns)
     check_tensor("x", x, tuple(C_FLOATS), (None, None))
     n = _spmm.check_shape(shape, x.shape[1])
-    _spmm.check_csr(values, col_indices, row_offsets, x.dtype, (n, x.shape[1]), check)
+    _spmm.check_csr(x, values, col_indices, row_offsets, (n, x.shape[1]), check)
     if bias is not None:
         check_tensor("bias", bias, (x.dtype,), (n,))
-    check_same_device(x, values=values, bias=bias)
+    check_same_device(x, bias=bias)
     values, col_indices, row_offsets = rows(values), rows(col_indices), rows(row_offsets)
     if plan is not None and not plan.fits(col_indices, row_offsets, shape):
         raise ValueError("plan was made for other col_indices, row_offsets or another shape")

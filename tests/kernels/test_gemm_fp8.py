@@ -78,6 +78,8 @@ def test_refuses_what_does_not_fit(device, normal):
         kernels.gemm_fp8(x, w, out_dtype=torch.int32)
 
 
+@pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated:DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:.*:DeprecationWarning:torch")  # Inductor's own, while it starts
 def test_compiled(device, normal):
     torch.use_deterministic_algorithms(False)
     torch.compiler.reset()
