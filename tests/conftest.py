@@ -17,7 +17,11 @@ _PROXIES = ("http_proxy", "https_proxy", "all_proxy", "HTTP_PROXY", "HTTPS_PROXY
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    config.stash[_REAL_DATA] = os.environ.pop("QSPARSE_DATA", None)
+    # Under another name, so that the workers of pytest-xdist, which start later, still find it.
+    data = os.environ.pop("QSPARSE_DATA", None) or os.environ.get("QSPARSE_TEST_DATA")
+    if data:
+        os.environ["QSPARSE_TEST_DATA"] = data
+    config.stash[_REAL_DATA] = data
     config.stash[_CACHE] = tempfile.TemporaryDirectory(prefix="qsparse-tests-")
     os.environ.pop("QSPARSE_CACHE", None)
     # Set before any module is imported: some read them once.
