@@ -294,10 +294,10 @@ def sparsify(
     if (density is None) == (pattern is None):
         raise UserError("give one of --density (0.1 keeps a tenth of the weights) and --pattern (2:4)")
 
-    from qsparse import compress
+    from qsparse import variants
 
     one = density is None or len(density) == 1
-    sparsify_any = compress.sparsify_run if one else compress.sparsify_sweep
+    sparsify_any = variants.sparsify_run if one else variants.sparsify_sweep
     compressed = sparsify_any(
         run,
         density[0] if one and density else density,

@@ -10,10 +10,10 @@ from rich.console import Console
 
 from qsparse import report
 from qsparse.collect import collect
-from qsparse.compress import quantize_run, sparsify_run
 from qsparse.train.config import TrainConfig
 from qsparse.train.progress import say, shortest
 from qsparse.train.run import train
+from qsparse.variants import quantize_run, sparsify_run
 
 DTYPE = "int8"
 DENSITY = 0.1

@@ -15,7 +15,7 @@ import torch
 from typer.testing import CliRunner
 
 import qsparse
-from qsparse import checkpoint, cli, compress, data, quant, sparse
+from qsparse import checkpoint, cli, data, quant, sparse, variants
 from qsparse.demo import how_to_run
 from qsparse.device import NAMES
 from qsparse.measure import measure
@@ -29,7 +29,7 @@ TRAIN = ("train", "--data", "mnist-5k", "--device", "cpu", "--epochs", "2")
 @pytest.fixture(autouse=True)
 def in_empty_directory(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(compress, "measure", functools.partial(measure, budget_s=0.002))
+    monkeypatch.setattr(variants, "measure", functools.partial(measure, budget_s=0.002))
 
 
 @pytest.fixture(scope="module")

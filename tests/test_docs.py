@@ -17,7 +17,7 @@ import pytest
 import typer
 from typer.testing import CliRunner
 
-from qsparse import cli, compress, kernels, measure, nn
+from qsparse import cli, kernels, measure, nn, variants
 from qsparse.search import study
 from qsparse.train.config import TrainConfig
 from qsparse.train.run import train
@@ -52,7 +52,7 @@ def trained(tmp_path_factory) -> Path:
     directory = tmp_path_factory.mktemp("trained")
     train(TrainConfig(data="mnist-5k", device="cpu", epochs=1), out=directory / "runs" / "1")
     measuring = {"batches": (1,), "budget_s": 0.001}
-    compress.quantize_run(directory / "runs" / "1", "int8", device="cpu", measuring=measuring)
+    variants.quantize_run(directory / "runs" / "1", "int8", device="cpu", measuring=measuring)
     return directory
 
 
@@ -65,7 +65,7 @@ def hurried(monkeypatch, tmp_path):
     def hurry(*arguments, budget_s=None, **options):
         return quick(*arguments, **options)
 
-    for module in (measure, compress, study):
+    for module in (measure, variants, study):
         monkeypatch.setattr(module, "measure", hurry)
 
 

@@ -12,7 +12,7 @@ import pytest
 import typer
 from typer.testing import CliRunner
 
-from qsparse import cli, compress, measure
+from qsparse import cli, measure, variants
 from qsparse.train.config import TrainConfig
 from qsparse.train.run import train
 
@@ -38,10 +38,10 @@ def runs_1(tmp_path, monkeypatch):
     """The current directory holds runs/1 and its int8 variant, as `make demo` leaves them there but less trained."""
     monkeypatch.chdir(tmp_path)
     hurried = functools.partial(measure.measure, budget_s=0.002, batches=(1,))
-    monkeypatch.setattr(compress, "measure", hurried)
+    monkeypatch.setattr(variants, "measure", hurried)
     monkeypatch.setattr(measure, "measure", hurried)
     train(TrainConfig(data="mnist-5k", device="cpu", epochs=1))
-    compress.quantize_run(None, "int8", device="cpu")
+    variants.quantize_run(None, "int8", device="cpu")
 
 
 @pytest.mark.parametrize("code", [in_pytest(code) for code in PYTHON])
@@ -77,7 +77,7 @@ def test_the_commands_run_one_after_the_other(tmp_path, monkeypatch):
 
     measured = measure.measure
     study = pytest.importorskip("qsparse.search.study", reason="Optuna is not here", exc_type=ModuleNotFoundError)
-    for module in (measure, compress, study):
+    for module in (measure, variants, study):
         monkeypatch.setattr(module, "measure", hurried)
     lines = [line for line in dict.fromkeys(COMMANDS) if not line.startswith(ELSEWHERE)]
     assert len(lines) > 8

@@ -10,7 +10,7 @@ import torch
 from typer.testing import CliRunner
 
 import qsparse
-from qsparse import cli, compress
+from qsparse import cli, variants
 from qsparse.errors import UserError
 from qsparse.measure import measure
 from qsparse.models import MLP
@@ -114,7 +114,7 @@ def test_densities_and_bytes():
 
 
 def test_a_budget_chooses_saves_and_measures(monkeypatch):
-    monkeypatch.setattr(compress, "measure", functools.partial(measure, budget_s=0.002, batches=(1,)))
+    monkeypatch.setattr(variants, "measure", functools.partial(measure, budget_s=0.002, batches=(1,)))
     run = train(TrainConfig(epochs=1, data="mnist-5k", device="cpu", hidden=(32,))).run
     model, split = qsparse.load(run), load_dataset(run).validation
     base = evaluate(model, split)[0]

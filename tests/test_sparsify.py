@@ -9,20 +9,20 @@ import torch
 from typer.testing import CliRunner
 
 import qsparse
-from qsparse import cli, compress, sparse
-from qsparse.compress import sparsify_run
+from qsparse import cli, sparse, variants
 from qsparse.errors import UserError
 from qsparse.measure import measure
 from qsparse.sparse.compare import DTYPES
 from qsparse.train.config import TrainConfig
 from qsparse.train.fit import evaluate
 from qsparse.train.run import load_dataset, train
+from qsparse.variants import sparsify_run
 
 
 @pytest.fixture(autouse=True)
 def in_empty_directory(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(compress, "measure", functools.partial(measure, budget_s=0.002, batches=(1,)))
+    monkeypatch.setattr(variants, "measure", functools.partial(measure, budget_s=0.002, batches=(1,)))
 
 
 @pytest.fixture
@@ -186,4 +186,4 @@ def test_mistakes_of_schedules_and_sweeps_are_sentences(options, said):
 
 
 def test_the_schedules_are_those_of_the_room():
-    assert tuple(cli.Schedule) == compress.SCHEDULES
+    assert tuple(cli.Schedule) == variants.SCHEDULES

@@ -17,7 +17,7 @@ import sys
 import tempfile
 from pathlib import Path
 
-from qsparse import compress
+from qsparse import variants
 from qsparse.measure import measure
 from qsparse.train.config import TrainConfig
 from qsparse.train.run import train
@@ -52,7 +52,7 @@ def rows_of(seed: int) -> list[dict]:
     run = train(TrainConfig(seed=seed, data="mnist", device="cpu"), out=f"seed{seed}").run
     rows = []
     for label, options in CASES:
-        row = compress.sparsify_run(run, options.get("density"), device="cpu",
+        row = variants.sparsify_run(run, options.get("density"), device="cpu",
                                     **{k: v for k, v in options.items() if k != "density"}).rows[1]  # fmt: skip
         rows.append({**row, "label": label, **dict.fromkeys(TIMES), "timer": None})
     return rows
@@ -83,10 +83,10 @@ _T = {2: 12.706, 3: 4.303, 4: 3.182, 5: 2.776}
 
 
 def main() -> None:
-    compress.load_dataset = functools.cache(compress.load_dataset)  # once a network, not once a case
+    variants.load_dataset = functools.cache(variants.load_dataset)  # once a network, not once a case
     seeds = int(sys.argv[1]) if len(sys.argv) > 1 else 3
     # The times are thrown away, so one repetition is enough; the outputs are checked as ever.
-    compress.measure = lambda *arguments, **options: measure(
+    variants.measure = lambda *arguments, **options: measure(
         *arguments, **options, batches=(1,), budget_s=0.001, peers=False
     )
     rows = []

@@ -116,7 +116,7 @@ def quantize(
     as_json: JsonOption = False,
 ) -> None:
     """Quantize a run, and measure it beside the baseline. It is stored and computed in fewer bits."""
-    from qsparse import compress
+    from qsparse import variants
     from qsparse.quant.sweep import sweep as combinations
 
     layers = _layers(layer)
@@ -143,9 +143,9 @@ def quantize(
     }
     configs = combinations(options, sweep or ())
     if sweep:
-        done = compress.sweep_run(run, configs, device=device.value, console=progress_console())
+        done = variants.sweep_run(run, configs, device=device.value, console=progress_console())
     else:
-        done = compress.quantize_run(run, configs[0], device=device.value, console=progress_console())
+        done = variants.quantize_run(run, configs[0], device=device.value, console=progress_console())
     print_compressed(done, as_json)
 
 
@@ -190,7 +190,7 @@ def sensitivity(
 
     With a budget a dtype is chosen for each layer, and the model of them is saved and measured.
     """
-    from qsparse import compress
+    from qsparse import variants
     from qsparse.report import show as show_rows
     from qsparse.report.heat import heat_map
     from qsparse.sensitivity import Budget, points, show
@@ -218,7 +218,7 @@ def sensitivity(
             file=text,
         )
         if chosen.config is not None:
-            done = compress.quantize_run(found.run, chosen.config, device=device.value, console=console)
+            done = variants.quantize_run(found.run, chosen.config, device=device.value, console=console)
             show_rows(done.rows, text)
             result |= {"saved": str(done.directory), "measured": done.rows}
     if as_json:

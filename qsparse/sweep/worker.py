@@ -16,7 +16,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from qsparse import checkpoint, compress
+from qsparse import checkpoint, variants
 from qsparse.device import resolve_device
 from qsparse.errors import UserError
 from qsparse.measure import measure
@@ -40,9 +40,9 @@ def perform(cell: Cell, network: Path, device: str, measuring: dict[str, Any]) -
             os.symlink((network / name).absolute(), Path(scratch) / name)
         options: dict[str, Any] = {"device": device, "measuring": {**measuring, "peers": False}}
         if cell.kind == "quantize":
-            done = compress.quantize_run(scratch, QuantConfig(**_hashable(cell.options)), **options)
+            done = variants.quantize_run(scratch, QuantConfig(**_hashable(cell.options)), **options)
         else:
-            done = compress.sparsify_run(scratch, **cell.options, **options)
+            done = variants.sparsify_run(scratch, **cell.options, **options)
     row = next(row for row in done.rows if row["variant"] == done.variant)
     if cell.kind == "sparsify" and "lr" in cell.options:  # which that variant's name does not tell
         row["variant"] += f"-lr{cell.options['lr']:g}"

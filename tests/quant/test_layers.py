@@ -6,7 +6,7 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from qsparse import checkpoint, cli, compress, load
+from qsparse import checkpoint, cli, load, variants
 from qsparse.errors import UserError
 from qsparse.measure import measure
 from qsparse.models import MLP
@@ -96,7 +96,7 @@ def invoke(*arguments):
 
 def test_the_command(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(compress, "measure", lambda *a, **k: measure(*a, **k, budget_s=0.002, batches=(1,)))
+    monkeypatch.setattr(variants, "measure", lambda *a, **k: measure(*a, **k, budget_s=0.002, batches=(1,)))
     run = train(TrainConfig(epochs=1, data="mnist-5k", device="cpu")).run
     result = invoke("--layer", "fc1=int8,fc2=fp16")
     assert result.exit_code == 0, result.output

@@ -8,7 +8,7 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from qsparse import cli, compress, data, load
+from qsparse import cli, data, load, variants
 from qsparse.errors import UserError
 from qsparse.measure import measure
 from qsparse.models import MLP
@@ -228,7 +228,7 @@ def test_each_function_says_where_the_other_is(dataset, trained):
 
 def test_the_command(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(compress, "measure", functools.partial(measure, budget_s=0.002, batches=(1,)))
+    monkeypatch.setattr(variants, "measure", functools.partial(measure, budget_s=0.002, batches=(1,)))
     train(TrainConfig(epochs=1, data="mnist-5k", device="cpu"))
     options = ["--activations", "static", "--calibration", "lsq", "--weight-calibration", "lsq"]
     command = [

@@ -10,7 +10,7 @@ from rich.console import Console
 from typer.testing import CliRunner
 
 import qsparse
-from qsparse import checkpoint, cli, compress
+from qsparse import checkpoint, cli, variants
 from qsparse.collect import collect
 from qsparse.errors import UserError
 from qsparse.measure import measure
@@ -24,7 +24,7 @@ from qsparse.train.run import load_dataset, train
 @pytest.fixture(autouse=True)
 def in_empty_directory(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(compress, "measure", functools.partial(measure, budget_s=0.002, batches=(1, 64)))
+    monkeypatch.setattr(variants, "measure", functools.partial(measure, budget_s=0.002, batches=(1, 64)))
 
 
 @pytest.fixture
@@ -63,7 +63,7 @@ def test_a_static_variant_is_saved_and_its_row_is_its_own(run):
 
 def test_calibration_looks_at_the_validation_split(run):
     options = QuantConfig(activations="static", calibration="minmax")
-    saved = qsparse.load(compress.quantize_run(run, options, device="cpu").directory)
+    saved = qsparse.load(variants.quantize_run(run, options, device="cpu").directory)
     validation = load_dataset(run).validation.images
     expected = quantize(qsparse.load(run), options, validation)
     assert torch.equal(saved.fc2.input_scale, expected.fc2.input_scale)
@@ -80,7 +80,7 @@ def test_a_fixed_range_of_negative_numbers_parses(run):
 def test_without_a_validation_split_it_is_refused():
     run = train(TrainConfig(epochs=1, data="mnist-5k", device="cpu", validation=0)).run
     with pytest.raises(UserError, match=r"train with --validation above 0"):
-        compress.quantize_run(run, QuantConfig(activations="static", calibration="minmax"), device="cpu")
+        variants.quantize_run(run, QuantConfig(activations="static", calibration="minmax"), device="cpu")
     assert [path.name for path in run.iterdir() if path.is_dir()] == []
 
 
@@ -116,7 +116,7 @@ def test_what_calibration_warns_of_is_said_aloud(run, capsys):
         model.fc1.bias.fill_(-1)
     checkpoint.write_weights(run, model)
     options = QuantConfig(activations="static", calibration="minmax")
-    compress.quantize_run(run, options, device="cpu", console=Console(stderr=True, width=200))
+    variants.quantize_run(run, options, device="cpu", console=Console(stderr=True, width=200))
     assert "warning: Calibration of layer fc2: only zeros were seen" in capsys.readouterr().err
 
 

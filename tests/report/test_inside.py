@@ -11,7 +11,7 @@ import torch
 from PIL import Image
 
 import qsparse
-from qsparse import checkpoint, compress, data
+from qsparse import checkpoint, data, variants
 from qsparse.collect import collect
 from qsparse.errors import UserError
 from qsparse.models import MLP
@@ -31,10 +31,10 @@ def run(tmp_path_factory):
     train(TrainConfig(hidden=(16,), epochs=1, data="mnist-5k", device="cpu"), out=run)
     options = {"device": "cpu", "measuring": {"batches": (1,), "budget_s": 0.001}}
     for dtype in ("int8", "fp16"):
-        compress.quantize_run(run, dtype, **options)
-    compress.quantize_run(run, compress.QuantConfig("int4", simulate=True), **options)
-    compress.sparsify_run(run, 0.02, **options)
-    compress.sparsify_run(run, 0.1, "coo", **options)
+        variants.quantize_run(run, dtype, **options)
+    variants.quantize_run(run, variants.QuantConfig("int4", simulate=True), **options)
+    variants.sparsify_run(run, 0.02, **options)
+    variants.sparsify_run(run, 0.1, "coo", **options)
     return run
 
 

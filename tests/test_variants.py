@@ -11,9 +11,8 @@ import torch
 from rich.console import Console
 
 import qsparse
-from qsparse import checkpoint, compress, data
+from qsparse import checkpoint, data, variants
 from qsparse.collect import collect
-from qsparse.compress import quantize_run, sparsify_run
 from qsparse.errors import UserError
 from qsparse.measure import measure
 from qsparse.models import MLP
@@ -21,12 +20,13 @@ from qsparse.sparse import EmptyLayerWarning
 from qsparse.train.config import TrainConfig
 from qsparse.train.fit import evaluate
 from qsparse.train.run import load_dataset, train
+from qsparse.variants import quantize_run, sparsify_run
 
 
 @pytest.fixture(autouse=True)
 def in_empty_directory(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(compress, "measure", functools.partial(measure, budget_s=0.002, batches=(1, 64)))
+    monkeypatch.setattr(variants, "measure", functools.partial(measure, budget_s=0.002, batches=(1, 64)))
 
 
 @pytest.fixture
