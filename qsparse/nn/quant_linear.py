@@ -8,10 +8,11 @@ import torch
 
 from qsparse import kernels
 from qsparse.kernels.gemm_int8 import cpu_method
-from qsparse.nn._common import by_rows, check_activation
+from qsparse.nn._common import by_rows
+from qsparse.nn._quantized import QuantizedInputLinear
 
 
-class QuantLinear(torch.nn.Module):
+class QuantLinear(QuantizedInputLinear):
     """``y = act(x @ W.T + bias)`` in int8, for inference.
 
     ``weight (N, K)`` int8 and ``weight_scale (N,)`` float32 stand for ``W = weight_scale[:, None] * weight``. Of
@@ -19,29 +20,6 @@ class QuantLinear(torch.nn.Module):
     ``input_scale (1,)`` float32 ("static"): then what lies beyond 127 scales is clipped. A row that holds NaN or Inf
     gives NaN. The product is exact in integers, and the output is float32.
     """
-
-    weight: torch.Tensor
-    weight_scale: torch.Tensor
-    bias: torch.Tensor | None
-    input_scale: torch.Tensor | None
-
-    def __init__(
-        self,
-        in_features: int,
-        out_features: int,
-        bias: bool = True,
-        activation: str | None = None,
-        activations: str = "dynamic",
-    ):
-        check_activation(activation)
-        if activations not in ("dynamic", "static"):
-            raise ValueError(f'activations must be "dynamic" or "static", got {activations!r}')
-        super().__init__()
-        self.in_features, self.out_features, self.activation = in_features, out_features, activation
-        self.register_buffer("weight", torch.zeros(out_features, in_features, dtype=torch.int8))
-        self.register_buffer("weight_scale", torch.ones(out_features))
-        self.register_buffer("bias", torch.zeros(out_features) if bias else None)
-        self.register_buffer("input_scale", torch.ones(1) if activations == "static" else None)
 
     @classmethod
     def from_linear(cls, linear) -> QuantLinear:
@@ -51,19 +29,7 @@ class QuantLinear(torch.nn.Module):
     @classmethod
     def from_integers(cls, weight, weight_scale, bias=None, activation=None, input_scale=None) -> QuantLinear:
         """A layer of weights quantized already: int8 (N, K) with scales (N,), bias (N,), and ``input_scale (1,)``."""
-        n, k = weight.shape
-        layer = cls(k, n, bias is not None, activation, "dynamic" if input_scale is None else "static")
-        layer.weight, layer.weight_scale, layer.input_scale = weight, weight_scale, input_scale
-        if bias is not None:
-            layer.bias = bias.detach().float().clone()
-        return layer
-
-    @property
-    def activations(self) -> str:
-        return "dynamic" if self.input_scale is None else "static"
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return by_rows(x, self._rows)
+        return cls._holding(weight, weight_scale, bias, activation, input_scale)
 
     def _rows(self, x: torch.Tensor) -> torch.Tensor:
         q, scale = kernels.quantize_rows(x, self.input_scale)
@@ -72,20 +38,6 @@ class QuantLinear(torch.nn.Module):
 
     def cpu_kernel(self) -> str:
         return f"gemm_int8:cpu ({cpu_method()})"
-
-    def describe(self) -> dict:
-        return {
-            "kind": "QuantLinear",
-            "in_features": self.in_features,
-            "out_features": self.out_features,
-            "bias": self.bias is not None,
-            "activation": self.activation,
-            "activations": self.activations,
-        }
-
-    @classmethod
-    def from_description(cls, options: dict) -> QuantLinear:
-        return cls(**options)
 
 
 def is_quant_network(layers: Sequence[torch.nn.Module]) -> bool:

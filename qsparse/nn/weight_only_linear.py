@@ -6,22 +6,19 @@ import torch
 
 from qsparse import kernels
 from qsparse.kernels.gemm_weight_only import pack_int4, spread_groups
-from qsparse.nn._common import DTYPES, by_rows, check_activation
+from qsparse.nn._common import DTYPES
+from qsparse.nn._quantized import QuantizedLinear
 
 _SMALLEST_NORMAL = torch.finfo(torch.float32).tiny
 
 
-class WeightOnlyLinear(torch.nn.Module):
+class WeightOnlyLinear(QuantizedLinear):
     """``y = act(x @ W.T + bias)`` with ``W = scale * q`` stored as integers, for inference.
 
     ``weight`` holds q: int8 (N, K), or with ``bits=4`` uint8 (N, ceil(K / 2)), two to a byte as
     ``kernels.gemm_weight_only`` takes them. ``weight_scale`` float32 is (N,), or with ``group`` (N, ceil(K / group)).
     ``x (..., K)``, ``bias (N,)`` and the output have ``dtype``; sums are held in float32.
     """
-
-    weight: torch.Tensor
-    weight_scale: torch.Tensor
-    bias: torch.Tensor | None
 
     def __init__(
         self,
@@ -34,16 +31,13 @@ class WeightOnlyLinear(torch.nn.Module):
         *,
         dtype=torch.float16,
     ):
-        check_activation(activation)
+        super().__init__(in_features, out_features, bias, activation, torch.int8, dtype)
         _check(bits, group)
-        super().__init__()
-        self.in_features, self.out_features, self.activation = in_features, out_features, activation
         self.bits, self.group, self.dtype = bits, group, dtype
-        stored = torch.zeros(out_features, in_features, dtype=torch.int8)
-        self.register_buffer("weight", stored if bits == 8 else pack_int4(stored))
-        shape = (out_features,) if group is None else (out_features, -(-in_features // group))
-        self.register_buffer("weight_scale", torch.ones(shape))
-        self.register_buffer("bias", torch.zeros(out_features, dtype=dtype) if bias else None)
+        if bits == 4:
+            self.weight = pack_int4(self.weight)
+        if group is not None:
+            self.weight_scale = torch.ones(out_features, -(-in_features // group))
 
     @classmethod
     def from_linear(cls, linear, bits: int = 8, group: int | None = None, dtype=torch.float16) -> WeightOnlyLinear:
@@ -74,9 +68,6 @@ class WeightOnlyLinear(torch.nn.Module):
             layer.bias = bias.detach().to(dtype, copy=True)
         return layer
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return by_rows(x, self._rows)
-
     def _rows(self, x: torch.Tensor) -> torch.Tensor:
         options = {"group": self.group, "relu": self.activation == "relu"}
         return kernels.gemm_weight_only(x, self.weight, self.weight_scale, self.bias, **options)
@@ -85,16 +76,8 @@ class WeightOnlyLinear(torch.nn.Module):
         return "gemm_weight_only:cpu"
 
     def describe(self) -> dict:
-        return {
-            "kind": "WeightOnlyLinear",
-            "in_features": self.in_features,
-            "out_features": self.out_features,
-            "bias": self.bias is not None,
-            "activation": self.activation,
-            "bits": self.bits,
-            "group": self.group,
-            "dtype": str(self.dtype).removeprefix("torch."),
-        }
+        dtype = str(self.dtype).removeprefix("torch.")
+        return {**super().describe(), "bits": self.bits, "group": self.group, "dtype": dtype}
 
     @classmethod
     def from_description(cls, options: dict) -> WeightOnlyLinear:

@@ -6,10 +6,10 @@ import torch
 
 from qsparse import kernels
 from qsparse.kernels.gemm_int8 import cpu_method
-from qsparse.nn._common import by_rows, check_activation
+from qsparse.nn._quantized import QuantizedInputLinear
 
 
-class ZeroPointLinear(torch.nn.Module):
+class ZeroPointLinear(QuantizedInputLinear):
     """``y = act(x @ W.T + bias)`` with ``x ~ scale * (q - zero)``, q in 0..255, and symmetric int8 weights.
 
     The weights, their scales and the bias are those of a `QuantLinear`. ``weight_sums (N,)`` int32 holds the sums of
@@ -18,11 +18,7 @@ class ZeroPointLinear(torch.nn.Module):
     row that holds NaN or Inf gives NaN. The product is exact in integers, and the output is float32.
     """
 
-    weight: torch.Tensor
-    weight_scale: torch.Tensor
-    bias: torch.Tensor | None
     weight_sums: torch.Tensor
-    input_scale: torch.Tensor | None
     input_zero: torch.Tensor | None
 
     def __init__(
@@ -33,38 +29,19 @@ class ZeroPointLinear(torch.nn.Module):
         activation: str | None = None,
         activations: str = "dynamic",
     ):
-        check_activation(activation)
-        if activations not in ("dynamic", "static"):
-            raise ValueError(f'activations must be "dynamic" or "static", got {activations!r}')
-        super().__init__()
-        self.in_features, self.out_features, self.activation = in_features, out_features, activation
-        self.register_buffer("weight", torch.zeros(out_features, in_features, dtype=torch.int8))
-        self.register_buffer("weight_scale", torch.ones(out_features))
-        self.register_buffer("bias", torch.zeros(out_features) if bias else None)
+        super().__init__(in_features, out_features, bias, activation, activations)
         self.register_buffer("weight_sums", torch.zeros(out_features, dtype=torch.int32))
-        static = activations == "static"
-        self.register_buffer("input_scale", torch.ones(1) if static else None)
-        self.register_buffer("input_zero", torch.zeros(1, dtype=torch.int32) if static else None)
+        self.register_buffer("input_zero", torch.zeros(1, dtype=torch.int32) if activations == "static" else None)
 
     @classmethod
     def from_integers(cls, weight, weight_scale, bias=None, activation=None, grid=None) -> ZeroPointLinear:
         """A layer of int8 weights (N, K) with scales (N,), bias (N,); grid: a scale and a zero point, (1,) each."""
-        n, k = weight.shape
-        layer = cls(k, n, bias is not None, activation, "dynamic" if grid is None else "static")
-        layer.weight, layer.weight_scale = weight, weight_scale
+        scale, zero = (None, None) if grid is None else grid
+        layer = cls._holding(weight, weight_scale, bias, activation, scale)
         layer.weight_sums = weight.sum(1, dtype=torch.int32)
-        if grid is not None:
-            layer.input_scale, layer.input_zero = grid[0], grid[1].to(torch.int32)
-        if bias is not None:
-            layer.bias = bias.detach().float().clone()
+        if zero is not None:
+            layer.input_zero = zero.to(torch.int32)
         return layer
-
-    @property
-    def activations(self) -> str:
-        return "dynamic" if self.input_scale is None else "static"
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return by_rows(x, self._rows)
 
     def _rows(self, x: torch.Tensor) -> torch.Tensor:
         if self.input_scale is None:
@@ -81,17 +58,3 @@ class ZeroPointLinear(torch.nn.Module):
 
     def cpu_kernel(self) -> str:
         return f"gemm_int8:cpu ({cpu_method()})"
-
-    def describe(self) -> dict:
-        return {
-            "kind": "ZeroPointLinear",
-            "in_features": self.in_features,
-            "out_features": self.out_features,
-            "bias": self.bias is not None,
-            "activation": self.activation,
-            "activations": self.activations,
-        }
-
-    @classmethod
-    def from_description(cls, options: dict) -> ZeroPointLinear:
-        return cls(**options)
