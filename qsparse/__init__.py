@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from qsparse.sparse import SparseConfig
 
 __version__ = "0.1.0"
-__all__ = ["__version__", "load", "quantize", "sparsify"]
+__all__ = ["__version__", "compress", "load", "quantize", "sparsify"]
 
 
 def load(path: str | os.PathLike[str], device: str | torch.device = "cpu") -> MLP:
@@ -62,3 +62,14 @@ def sparsify(
         pruned, chosen = sparse.prune(model, masks, data)
         return sparse.sparsify(pruned, chosen, masks.format)
     return sparse.sparsify(model, masks, data if isinstance(data, str) else format)
+
+
+def compress(model: MLP, config: SparseConfig, data: Dataset | None = None, order: str = "prune-first") -> MLP:
+    """Return a copy of `model` with int8 weights of which only those that stay are stored (see `qsparse.sparse.int8`).
+
+    `config` is a `qsparse.sparse.SparseConfig`, and `data` the data set whose training images its pruner looks at.
+    `order` is "prune-first", or "joint": SparseGPT prunes and rounds in one pass.
+    """
+    from qsparse import sparse
+
+    return sparse.compress(model, config, data, order)

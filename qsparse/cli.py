@@ -26,9 +26,7 @@ from qsparse.commandline import (
     Device,
     DeviceOption,
     JsonOption,
-    RunArgument,
     example,
-    print_compressed,
     print_json,
     progress_console,
     text_stream,
@@ -36,6 +34,7 @@ from qsparse.commandline import (
 from qsparse.errors import UserError
 from qsparse.quant.command import quantize, sensitivity
 from qsparse.search.command import search
+from qsparse.sparse.command import compress, formats, sparsify
 from qsparse.sweep.command import sweep
 from qsparse.train.config import BACKENDS, PRECISIONS, TrainConfig
 
@@ -76,53 +75,6 @@ app = typer.Typer(
 
 Backend = enum.StrEnum("Backend", BACKENDS)
 Precision = enum.StrEnum("Precision", PRECISIONS)
-
-
-class Format(enum.StrEnum):
-    csr = "csr"
-    coo = "coo"
-
-
-class Pruner(enum.StrEnum):
-    magnitude = "magnitude"
-    random = "random"
-    wanda = "wanda"
-    snip = "snip"
-    sparsegpt = "sparsegpt"
-
-
-class Distribution(enum.StrEnum):
-    global_ = "global"
-    uniform = "uniform"
-    erk = "erk"
-
-
-class ValueDtype(enum.StrEnum):
-    float32 = "float32"
-    float16 = "float16"
-    bfloat16 = "bfloat16"
-    int8 = "int8"
-
-
-class Schedule(enum.StrEnum):
-    one_shot = "one-shot"
-    gradual = "gradual"
-
-
-def _density(value: float) -> float:
-    if not 0 < value <= 1:
-        raise typer.BadParameter(f"{value} is outside (0, 1]: 0.1 keeps a tenth of the weights, 1 keeps all")
-    return value
-
-
-def _densities(text: str | None) -> list[float] | None:
-    """What --density names: one, or several with commas between."""
-    if text is None:
-        return None
-    try:
-        return [_density(float(part)) for part in text.split(",")]
-    except ValueError:
-        raise typer.BadParameter(f"{text!r} is neither a number nor numbers with commas between") from None
 
 
 def _version(asked: bool) -> None:
@@ -239,102 +191,9 @@ app.command(epilog=example("qsparse search runs/1 --trials 100"))(search)
 app.command(epilog=example("qsparse sweep sweep.toml --workers 2"))(sweep)
 
 
-@app.command(epilog=example("qsparse sparsify runs/1 --density 0.1 --finetune-epochs 2"))
-def sparsify(
-    density: Annotated[
-        str | None,
-        typer.Option(
-            metavar="D[,D...]",
-            callback=_densities,
-            show_default=False,
-            help="Fraction of the weights that stays, above 0 and at most 1; several make one table.",
-        ),
-    ] = None,
-    run: RunArgument = None,
-    pattern: Annotated[
-        str | None,
-        typer.Option(
-            metavar="N:M", show_default=False, help="Instead of --density: N of each M weights of a row stay, as 2:4."
-        ),
-    ] = None,
-    pruner: Annotated[
-        Pruner, typer.Option(help="What ranks the weights; wanda, snip and sparsegpt look at training images.")
-    ] = Pruner.magnitude,
-    distribution: Annotated[
-        Distribution | None,
-        typer.Option(
-            show_default="global, of wanda and sparsegpt uniform",
-            help="How many weights each layer keeps: by one ranking, the same fraction, or Erdős-Rényi-kernel.",
-        ),
-    ] = None,
-    min_density: Annotated[float, typer.Option(help="Fraction of its weights that each layer keeps at least.")] = 0.0,
-    samples: Annotated[
-        int | None, typer.Option(min=1, show_default="2048", help="Training images that the pruner looks at.")
-    ] = None,
-    seed: Annotated[
-        int | None, typer.Option(min=0, show_default="the run's", help="Of random, and of the choice of images.")
-    ] = None,
-    format: Annotated[Format, typer.Option(help="How the weights that stay are stored.")] = Format.csr,
-    schedule: Annotated[
-        Schedule, typer.Option(help="Prune at once, or while training over --epochs.")
-    ] = Schedule.one_shot,
-    epochs: Annotated[int, typer.Option(min=0, help="Epochs over which --schedule gradual prunes.")] = 0,
-    finetune_epochs: Annotated[
-        int, typer.Option(min=0, help="Epochs of training after pruning, the pruned weights held at zero.")
-    ] = 0,
-    lr: Annotated[
-        float | None, typer.Option(show_default="the run's", help="First learning rate of --schedule and fine-tuning.")
-    ] = None,
-    device: DeviceOption = Device.auto,
-    as_json: JsonOption = False,
-) -> None:
-    """Prune a run, and measure it beside the baseline. Only the weights that stay are stored and computed."""
-    if lr is not None and not finetune_epochs + epochs:
-        raise UserError("--lr is of the fine-tuning: give --finetune-epochs too")
-    if (density is None) == (pattern is None):
-        raise UserError("give one of --density (0.1 keeps a tenth of the weights) and --pattern (2:4)")
-
-    from qsparse import variants
-
-    one = density is None or len(density) == 1
-    sparsify_any = variants.sparsify_run if one else variants.sparsify_sweep
-    compressed = sparsify_any(
-        run,
-        density[0] if one and density else density,
-        format.value,
-        pruner=pruner.value,
-        distribution=distribution.value if distribution else None,
-        min_density=min_density,
-        pattern=pattern,
-        seed=seed,
-        schedule=schedule.value,
-        epochs=epochs,
-        finetune_epochs=finetune_epochs,
-        lr=lr,
-        device=device.value,
-        console=progress_console(),
-        **({} if samples is None else {"samples": samples}),
-    )
-    print_compressed(compressed, as_json)
-
-
-@app.command(epilog=example("qsparse formats --shape 256,784 --density 0.1"))
-def formats(
-    shape: Annotated[str, typer.Option(metavar="SIZE[,SIZE[,SIZE]]", help="Of the array: 1 to 3 sizes.")] = "256,784",
-    density: Annotated[
-        float, typer.Option(callback=_density, help="Fraction of the entries that is stored, above 0 and at most 1.")
-    ] = 0.1,
-    dtype: Annotated[ValueDtype, typer.Option(help="Of the values; indices are int32.")] = ValueDtype.float32,
-    as_json: JsonOption = False,
-) -> None:
-    """Show what an array takes in each format. The densities below which they beat the dense array, too."""
-    from qsparse.report.sizes import show_sizes
-    from qsparse.sparse.compare import compare, parse_shape
-
-    comparison = compare(parse_shape(shape), density, dtype.value)
-    show_sizes(comparison, text_stream(as_json))
-    if as_json:
-        print_json(comparison.to_json())
+app.command(epilog=example("qsparse sparsify runs/1 --density 0.1 --finetune-epochs 2"))(sparsify)
+app.command(epilog=example("qsparse compress runs/1 --dtype int8 --density 0.1"))(compress)
+app.command(epilog=example("qsparse formats --shape 256,784 --density 0.1"))(formats)
 
 
 @app.command(epilog=example("qsparse report runs/1 runs/2 --html report.html"))

@@ -21,7 +21,15 @@ from qsparse.data import Split, normalize
 from qsparse.errors import UserError
 from qsparse.kernels import _load
 from qsparse.models import MLP
-from qsparse.nn import Fp8Linear, Linear, QuantLinear, SparseLinear, WeightOnlyLinear, ZeroPointLinear
+from qsparse.nn import (
+    Fp8Linear,
+    Linear,
+    QuantLinear,
+    QuantSparseLinear,
+    SparseLinear,
+    WeightOnlyLinear,
+    ZeroPointLinear,
+)
 from qsparse.timing import graph_times, percentile, wall_times
 
 BATCHES = (1, 64, 1024, 10_000)
@@ -217,7 +225,9 @@ def _description(module: torch.nn.Module) -> dict:
         layers = list(module.layers().values())
     else:
         layers = [layer for layer in module.modules() if isinstance(layer, torch.nn.Linear)]
-    quantized = [layer for layer in layers if isinstance(layer, (QuantLinear, ZeroPointLinear, Fp8Linear))]
+    quantized = [
+        layer for layer in layers if isinstance(layer, (QuantLinear, ZeroPointLinear, Fp8Linear, QuantSparseLinear))
+    ]
     weights_only = [layer for layer in layers if isinstance(layer, WeightOnlyLinear)]
     grouped = any(layer.group for layer in weights_only)
     sparse = [layer for layer in layers if isinstance(layer, SparseLinear)]

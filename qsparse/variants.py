@@ -23,15 +23,15 @@ from qsparse.models import MLP
 from qsparse.quant import CalibrationWarning, QuantConfig, quantize, train_quantized
 from qsparse.report import newest
 from qsparse.sparse import EmptyLayerWarning, SparseConfig, check_density, mask_density, prune, sparsify
-from qsparse.sparse.config import choose
+from qsparse.sparse.config import SCHEDULES, check_int8, choose
 from qsparse.sparse.gradual import check_gradual, prune_gradually
+from qsparse.sparse.int8 import prune_jointly, quantize_kept
 from qsparse.train.config import TrainConfig
 from qsparse.train.fit import fit
 from qsparse.train.progress import Display, say
 from qsparse.train.run import load_dataset, read_train_config
 
 BASELINE = "baseline"
-SCHEDULES = ("one-shot", "gradual")
 
 
 @dataclass(frozen=True)
@@ -113,6 +113,8 @@ def sparsify_run(
     seed: int | None = None,
     schedule: str = "one-shot",
     epochs: int = 0,
+    dtype: str = "float32",
+    order: str = "prune-first",
     **pruning: Any,
 ) -> Compressed:
     """Keep the fraction `density` of a run's weights, by default those of the largest magnitude over all layers, store
@@ -124,6 +126,7 @@ def sparsify_run(
     all else is as the run was trained.
     schedule: "one-shot", or "gradual": the density falls over `epochs` epochs of training, which the fine-tuning goes
     on with (see `sparse/gradual.py`).
+    dtype: "float32", or "int8": what stays is rounded, in the `order` of `sparse/int8.py`; the name begins with it.
     pruning: the other settings of a `SparseConfig`: pruner, distribution, min_density, pattern, samples. seed: its
     seed; None for the run's.
     Raises UserError for a density outside (0, 1], an unknown format, and as `SparseConfig` and `quantize_run`.
@@ -134,6 +137,7 @@ def sparsify_run(
     if lr is not None:
         TrainConfig(lr=lr)  # refuses a bad rate before anything is loaded
     _check_schedule(sparse, schedule, epochs)
+    _check_dtype(sparse, dtype, order, epochs + finetune_epochs)
     source = _open(run, device, console, measuring)
     if seed is None:
         sparse = dataclasses.replace(sparse, seed=source.config.seed)
@@ -144,6 +148,8 @@ def sparsify_run(
         if schedule == "gradual":
             model = source.model.replace({})
             masks = _prune_gradually(source, model, sparse, config, epochs)
+        elif order == "joint":
+            model, masks = prune_jointly(source.model, sparse, source.dataset)
         else:
             model, masks = prune(source.model, sparse, source.dataset)
     details: dict[str, Any] = {
@@ -166,7 +172,13 @@ def sparsify_run(
     variant = sparse.variant + ("" if seed is None else f"-seed{seed}")
     variant += f"-gradual{epochs}" if epochs else ""
     variant += f"-ft{finetune_epochs}" if finetune_epochs else ""
-    return _save_and_measure(source, variant, sparsify(model, masks, format), details)
+    if dtype == "int8":
+        details |= {"order": order, "computed_in": "float32"}  # exact integers; there is no int8 sparse kernel
+        variant = f"int8-{variant}" + ("-joint" if order == "joint" else "")
+        compressed = model if order == "joint" else quantize_kept(model, masks)
+    else:
+        compressed = sparsify(model, masks, format)
+    return _save_and_measure(source, variant, compressed, details)
 
 
 @dataclass(frozen=True)
@@ -244,6 +256,16 @@ def _check_schedule(sparse: SparseConfig, schedule: str, epochs: int) -> None:
         raise UserError(f"--epochs is {epochs}: it is of --schedule gradual, which needs at least 1")
     if schedule == "gradual":
         check_gradual(sparse)
+
+
+def _check_dtype(sparse: SparseConfig, dtype: str, order: str, epochs: int) -> None:
+    choose("dtype", dtype, ("float32", "int8"))
+    if dtype == "int8":
+        check_int8(sparse, order)
+    elif order != "prune-first":
+        raise UserError(f"The order {order} is of int8: give that dtype.")
+    if order == "joint" and epochs:
+        raise UserError("joint leaves weights that are rounded already, which do not train: choose prune-first.")
 
 
 @contextlib.contextmanager

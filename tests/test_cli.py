@@ -20,6 +20,7 @@ from qsparse.demo import how_to_run
 from qsparse.device import NAMES
 from qsparse.measure import measure
 from qsparse.models import MLP
+from qsparse.sparse.command import Format
 from qsparse.train.config import BACKENDS
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -252,7 +253,7 @@ def test_unknown_names_list_the_valid_ones(run):
 
 
 def test_the_choices_are_those_of_the_rooms():
-    assert tuple(cli.Format) == sparse.FORMATS
+    assert tuple(Format) == sparse.FORMATS
     assert tuple(cli.Device) == NAMES
     assert tuple(cli.Backend) == BACKENDS
 

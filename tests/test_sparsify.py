@@ -12,6 +12,7 @@ import qsparse
 from qsparse import cli, sparse, variants
 from qsparse.errors import UserError
 from qsparse.measure import measure
+from qsparse.sparse import command, config
 from qsparse.sparse.compare import DTYPES
 from qsparse.train.config import TrainConfig
 from qsparse.train.fit import evaluate
@@ -118,8 +119,8 @@ def test_what_is_refused_in_python_is_refused_before_anything_is_read():
 
 
 def test_the_choices_are_those_of_the_room():
-    assert tuple(cli.Pruner) == sparse.PRUNERS
-    assert tuple(cli.Distribution) == sparse.DISTRIBUTIONS
+    assert tuple(command.Pruner) == sparse.PRUNERS
+    assert tuple(command.Distribution) == sparse.DISTRIBUTIONS
 
 
 def test_formats_are_compared():
@@ -131,7 +132,7 @@ def test_formats_are_compared():
     }  # fmt: skip
     assert "break-even" in result.stderr
     assert "256 x 784 float32, density 0.1" in invoke("formats").stdout
-    assert tuple(cli.ValueDtype) == DTYPES
+    assert tuple(command.ValueDtype) == DTYPES
     for options in (("--shape", "a"), ("--density", 0), ("--dtype", "int4"), ("--shape", "0")):
         assert invoke("formats", *options).exit_code == 2
 
@@ -186,4 +187,4 @@ def test_mistakes_of_schedules_and_sweeps_are_sentences(options, said):
 
 
 def test_the_schedules_are_those_of_the_room():
-    assert tuple(cli.Schedule) == variants.SCHEDULES
+    assert tuple(command.Schedule) == config.SCHEDULES

@@ -8,12 +8,13 @@ from qsparse.nn.fp8_linear import Fp8Linear
 from qsparse.nn.linear import Linear
 from qsparse.nn.loss import cross_entropy
 from qsparse.nn.quant_linear import QuantLinear, is_quant_network, quant_network
+from qsparse.nn.quant_sparse_linear import QuantSparseLinear
 from qsparse.nn.sparse_linear import SparseLinear
 from qsparse.nn.weight_only_linear import WeightOnlyLinear
 from qsparse.nn.zero_point_linear import ZeroPointLinear
 
 _QUANTIZED = (QuantLinear, ZeroPointLinear, WeightOnlyLinear, Fp8Linear)
-_KINDS = {kind.__name__: kind for kind in (Linear, *_QUANTIZED, SparseLinear)}
+_KINDS = {kind.__name__: kind for kind in (Linear, *_QUANTIZED, SparseLinear, QuantSparseLinear)}
 
 
 def from_description(description: dict):
@@ -29,6 +30,7 @@ __all__ = [
     "Fp8Linear",
     "Linear",
     "QuantLinear",
+    "QuantSparseLinear",
     "SparseLinear",
     "WeightOnlyLinear",
     "ZeroPointLinear",

@@ -18,7 +18,15 @@ from qsparse.data import Split
 from qsparse.dense import dense_layers
 from qsparse.kernels.gemm_weight_only import spread_groups, unpack_int4
 from qsparse.models import MLP
-from qsparse.nn import Fp8Linear, Linear, QuantLinear, SparseLinear, WeightOnlyLinear, ZeroPointLinear
+from qsparse.nn import (
+    Fp8Linear,
+    Linear,
+    QuantLinear,
+    QuantSparseLinear,
+    SparseLinear,
+    WeightOnlyLinear,
+    ZeroPointLinear,
+)
 from qsparse.nn.fp8_linear import FP8
 from qsparse.train.run import load_dataset
 
@@ -100,6 +108,8 @@ def _weights(name: str, layer: torch.nn.Module, dense: Linear) -> dict[str, Any]
     w = dense.weight.detach().float()
     if isinstance(layer, SparseLinear):
         kept = layer.values.detach().float()
+        if isinstance(layer, QuantSparseLinear):
+            kept = kept * layer.weight_scale.repeat_interleave(layer.row_offsets.diff())
         share = kept.numel() / max(w.numel(), 1)
         note = f"the {kept.numel():,} of {w.numel():,} weights that stay ({share:.1%})"
         return _in_reals(name, w, {"stay": kept}, note)

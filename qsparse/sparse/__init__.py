@@ -1,16 +1,26 @@
-"""Sparsity: dense model in, masks out (prune.py); masks in, stored formats out (formats.py); models (convert.py).
+"""Sparsity: dense model in, masks out (pruning.py); masks in, stored formats out (formats.py); models (convert.py).
 
 A pruner is a file: magnitude.py, random_scores.py, wanda.py, snip.py, sparsegpt.py. How many weights each layer keeps
-is settled in distribution.py, which ones by their scores in masks.py.
+is settled in distribution.py, which ones by their scores in masks.py. What stays may be rounded to int8 (int8.py).
+
+Importing this imports no torch: what needs it is loaded when it is first asked for.
 """
 
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
 from qsparse.sparse.config import DISTRIBUTIONS, FORMATS, PRUNERS, SparseConfig, check_density, parse_pattern
-from qsparse.sparse.convert import prunable_weights, sparsify
-from qsparse.sparse.distribution import layer_counts
-from qsparse.sparse.formats import from_coo, from_csr, to_coo, to_csr
-from qsparse.sparse.magnitude import magnitude_masks
-from qsparse.sparse.masks import EmptyLayerWarning, mask_density
-from qsparse.sparse.prune import prune
+
+if TYPE_CHECKING:
+    from qsparse.sparse.convert import prunable_weights, sparsify
+    from qsparse.sparse.distribution import layer_counts
+    from qsparse.sparse.formats import from_coo, from_csr, to_coo, to_csr
+    from qsparse.sparse.int8 import compress
+    from qsparse.sparse.magnitude import magnitude_masks
+    from qsparse.sparse.masks import EmptyLayerWarning, mask_density
+    from qsparse.sparse.pruning import prune
 
 __all__ = [
     "DISTRIBUTIONS",
@@ -19,6 +29,7 @@ __all__ = [
     "EmptyLayerWarning",
     "SparseConfig",
     "check_density",
+    "compress",
     "from_coo",
     "from_csr",
     "layer_counts",
@@ -31,3 +42,24 @@ __all__ = [
     "to_coo",
     "to_csr",
 ]
+
+_PLACES = {
+    "EmptyLayerWarning": "masks",
+    "compress": "int8",
+    "from_coo": "formats",
+    "from_csr": "formats",
+    "layer_counts": "distribution",
+    "magnitude_masks": "magnitude",
+    "mask_density": "masks",
+    "prunable_weights": "convert",
+    "prune": "pruning",
+    "sparsify": "convert",
+    "to_coo": "formats",
+    "to_csr": "formats",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _PLACES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(importlib.import_module(f"{__name__}.{_PLACES[name]}"), name)

@@ -12,6 +12,9 @@ from qsparse.errors import UserError
 FORMATS = ("csr", "coo")
 PRUNERS = ("magnitude", "random", "wanda", "snip", "sparsegpt")
 DISTRIBUTIONS = ("global", "uniform", "erk")
+SCHEDULES = ("one-shot", "gradual")
+ORDERS = ("prune-first", "joint")
+"""Of pruning and rounding: see `int8.py`."""
 _WIDEST_GROUP = 32
 _OWN_DISTRIBUTION = {"wanda": "uniform", "sparsegpt": "uniform"}
 """The distribution of the paper, where it is not global."""
@@ -93,6 +96,15 @@ def check_density(density: float) -> float:
             "for 90 % sparsity give 0.1."
         )
     return density
+
+
+def check_int8(config: SparseConfig, order: str) -> None:
+    """Raise UserError unless what `config` keeps can be rounded to int8 in that `order`."""
+    choose("order", order, ORDERS)
+    if config.format != "csr":
+        raise UserError(f"int8 values are stored in csr, not in {config.format}.")
+    if order == "joint" and config.pruner != "sparsegpt":
+        raise UserError(f"joint is a pass of sparsegpt, which {config.pruner} is not: choose the pruner sparsegpt.")
 
 
 def parse_pattern(pattern: str) -> tuple[int, int]:

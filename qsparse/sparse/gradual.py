@@ -21,7 +21,7 @@ from qsparse.data import Dataset
 from qsparse.errors import UserError
 from qsparse.models import MLP
 from qsparse.sparse.config import SparseConfig
-from qsparse.sparse.prune import prune
+from qsparse.sparse.pruning import prune
 from qsparse.train.config import TrainConfig
 from qsparse.train.fit import EpochEnd, Progress, fit
 

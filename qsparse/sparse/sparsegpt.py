@@ -14,6 +14,8 @@ Pruning W_ij costs W_ij^2 / U_jj^2, and the best answer of the columns to its ri
 Inputs that are always zero have no say: their weights get the least score. All is computed in float64.
 """
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
@@ -24,7 +26,12 @@ DAMPING = 0.01
 
 
 def sparsegpt(
-    w: Tensor, x: Tensor, count: int | None = None, *, pattern: tuple[int, int] | None = None
+    w: Tensor,
+    x: Tensor,
+    count: int | None = None,
+    *,
+    pattern: tuple[int, int] | None = None,
+    round: Callable[[Tensor], Tensor] | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Prune `w` (N, K) for inputs `x` (M, K): the new weights (N, K), zero where pruned, and their mask (N, K) bool.
 
@@ -32,6 +39,8 @@ def sparsegpt(
         w: any floating dtype, which the new weights have too. Left as it was.
         x: any floating dtype.
         count: weights that stay, exactly. The first j columns of blocks keep their part of it, to one.
+        round: W_:j (N,) -> its values on the grid that the weights are to be stored on. What rounding loses, the
+            columns to the right make up for too: the paper's joint pass (section 3.5).
         pattern: (n, m) instead: n of each m consecutive weights of a row stay, chosen as their group is reached.
 
     Raises:
@@ -54,7 +63,8 @@ def sparsegpt(
             if pattern and j % m == 0:
                 end = min(j + m, stop)
                 mask[:, j:end] = largest_of_each_group(_cost(W, U, j, end), n, m)
-            error = torch.where(mask[:, j], 0.0, W[:, j]) / U[j, j]
+            kept = W[:, j] if round is None else round(W[:, j])
+            error = (W[:, j] - torch.where(mask[:, j], kept, 0.0)) / U[j, j]
             W[:, j:stop] -= error[:, None] * U[j, j:stop]
             errors[:, j - start] = error
         W[:, stop:] -= errors @ U[start:stop, stop:]

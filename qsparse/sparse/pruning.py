@@ -6,6 +6,8 @@ their papers. No pruner sees the validation or the test split.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
+
 import torch
 from torch import Tensor
 
@@ -25,9 +27,16 @@ from qsparse.sparse.wanda import wanda_scores
 
 _NEED_DATA = ("wanda", "snip", "sparsegpt")
 _Calibration = tuple[Tensor, Tensor]
+Rounding = Callable[[Tensor], Tensor]
 
 
-def prune(model: MLP, config: SparseConfig, dataset: Dataset | None = None) -> tuple[MLP, dict[str, Tensor]]:
+def prune(
+    model: MLP,
+    config: SparseConfig,
+    dataset: Dataset | None = None,
+    *,
+    rounding: Mapping[str, Rounding] | None = None,
+) -> tuple[MLP, dict[str, Tensor]]:
     """Choose the weights of a dense `model` that stay: a dense copy of it and layer name -> mask (N, K) bool.
 
     The copy holds new weights where the pruner makes them (SparseGPT), and zeros where a mask is False.
@@ -35,6 +44,7 @@ def prune(model: MLP, config: SparseConfig, dataset: Dataset | None = None) -> t
     Args:
         model: dense, on the device of `dataset`. Left as it was.
         dataset: wanda, snip and sparsegpt look at `config.samples` of its training images, chosen by `config.seed`.
+        rounding: of sparsegpt, layer name -> a column (N,) to its values on a grid, where weights are to lie on one.
 
     Warns:
         EmptyLayerWarning: for each layer that loses all its weights, naming it.
@@ -56,7 +66,7 @@ def prune(model: MLP, config: SparseConfig, dataset: Dataset | None = None) -> t
         inputs = _inputs(model, calibration)
         for name, layer in pruned.layers().items():
             if config.pruner == "sparsegpt":
-                w, masks[name] = _sparsegpt(layer.weight, inputs, config, counts.get(name))
+                w, masks[name] = _sparsegpt(layer.weight, inputs, config, counts.get(name), rounding and rounding[name])
                 layer.weight.copy_(w)
             else:
                 scores = fixed[name] if name in fixed else _scores(config.pruner, layer.weight, inputs)
@@ -115,7 +125,9 @@ def _mask(scores: Tensor, config: SparseConfig, count: int | None) -> Tensor:
     return largest_of_each_row(scores, count) if config.pruner == "wanda" else largest(scores, count)
 
 
-def _sparsegpt(w: Tensor, inputs: Tensor, config: SparseConfig, count: int | None) -> tuple[Tensor, Tensor]:
+def _sparsegpt(
+    w: Tensor, inputs: Tensor, config: SparseConfig, count: int | None, round: Rounding | None
+) -> tuple[Tensor, Tensor]:
     if config.pattern is not None:
-        return sparsegpt(w, inputs, pattern=parse_pattern(config.pattern))
-    return sparsegpt(w, inputs, count)
+        return sparsegpt(w, inputs, pattern=parse_pattern(config.pattern), round=round)
+    return sparsegpt(w, inputs, count, round=round)

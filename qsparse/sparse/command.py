@@ -1,0 +1,199 @@
+"""`qsparse sparsify`, `compress` and `formats`: each parses, calls one function, and prints. Imports no torch."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+import typer
+
+from qsparse.commandline import (
+    Device,
+    DeviceOption,
+    JsonOption,
+    RunArgument,
+    choices,
+    print_compressed,
+    print_json,
+    progress_console,
+    text_stream,
+)
+from qsparse.errors import UserError
+from qsparse.sparse import config
+
+Format = choices("Format", *config.FORMATS)
+Int8Format = choices("Int8Format", "csr")
+Pruner = choices("Pruner", *config.PRUNERS)
+Distribution = choices("Distribution", *config.DISTRIBUTIONS)
+Schedule = choices("Schedule", *config.SCHEDULES)
+Order = choices("Order", *config.ORDERS)
+Dtype = choices("Dtype", "int8")
+ValueDtype = choices("ValueDtype", "float32", "float16", "bfloat16", "int8")
+
+
+def _density(value: float) -> float:
+    if not 0 < value <= 1:
+        raise typer.BadParameter(f"{value} is outside (0, 1]: 0.1 keeps a tenth of the weights, 1 keeps all")
+    return value
+
+
+def _densities(text: str | None) -> list[float] | None:
+    """What --density names: one, or several with commas between."""
+    if text is None:
+        return None
+    try:
+        return [_density(float(part)) for part in text.split(",")]
+    except ValueError:
+        raise typer.BadParameter(f"{text!r} is neither a number nor numbers with commas between") from None
+
+
+DensityOption = Annotated[
+    str | None,
+    typer.Option(
+        metavar="D[,D...]",
+        callback=_densities,
+        show_default=False,
+        help="Fraction of the weights that stays, above 0 and at most 1; several make one table.",
+    ),
+]
+PatternOption = Annotated[
+    str | None,
+    typer.Option(
+        metavar="N:M", show_default=False, help="Instead of --density: N of each M weights of a row stay, as 2:4."
+    ),
+]
+DistributionOption = Annotated[
+    Distribution | None,
+    typer.Option(
+        show_default="global, of wanda and sparsegpt uniform",
+        help="How many weights each layer keeps: by one ranking, the same fraction, or Erdős-Rényi-kernel.",
+    ),
+]
+MinDensityOption = Annotated[float, typer.Option(help="Fraction of its weights that each layer keeps at least.")]
+SamplesOption = Annotated[
+    int | None, typer.Option(min=1, show_default="2048", help="Training images that the pruner looks at.")
+]
+SeedOption = Annotated[
+    int | None, typer.Option(min=0, show_default="the run's", help="Of random, and of the choice of images.")
+]
+FinetuneOption = Annotated[
+    int, typer.Option(min=0, help="Epochs of training after pruning, the pruned weights held at zero.")
+]
+
+
+def sparsify(
+    density: DensityOption = None,
+    run: RunArgument = None,
+    pattern: PatternOption = None,
+    pruner: Annotated[
+        Pruner, typer.Option(help="What ranks the weights; wanda, snip and sparsegpt look at training images.")
+    ] = Pruner.magnitude,
+    distribution: DistributionOption = None,
+    min_density: MinDensityOption = 0.0,
+    samples: SamplesOption = None,
+    seed: SeedOption = None,
+    format: Annotated[Format, typer.Option(help="How the weights that stay are stored.")] = Format.csr,
+    schedule: Annotated[
+        Schedule, typer.Option(help="Prune at once, or while training over --epochs.")
+    ] = Schedule.one_shot,
+    epochs: Annotated[int, typer.Option(min=0, help="Epochs over which --schedule gradual prunes.")] = 0,
+    finetune_epochs: FinetuneOption = 0,
+    lr: Annotated[
+        float | None, typer.Option(show_default="the run's", help="First learning rate of --schedule and fine-tuning.")
+    ] = None,
+    device: DeviceOption = Device.auto,
+    as_json: JsonOption = False,
+) -> None:
+    """Prune a run, and measure it beside the baseline. Only the weights that stay are stored and computed."""
+    if lr is not None and not finetune_epochs + epochs:
+        raise UserError("--lr is of the fine-tuning: give --finetune-epochs too")
+    _run(
+        density,
+        run,
+        as_json,
+        format=format.value,
+        pruner=pruner.value,
+        distribution=distribution.value if distribution else None,
+        min_density=min_density,
+        pattern=pattern,
+        seed=seed,
+        schedule=schedule.value,
+        epochs=epochs,
+        finetune_epochs=finetune_epochs,
+        lr=lr,
+        device=device.value,
+        **({} if samples is None else {"samples": samples}),
+    )
+
+
+def compress(
+    density: DensityOption = None,
+    run: RunArgument = None,
+    dtype: Annotated[Dtype, typer.Option(help="Of the weights that stay, one scale an output channel.")] = Dtype.int8,
+    format: Annotated[Int8Format, typer.Option(help="How they are stored.")] = Int8Format.csr,
+    order: Annotated[
+        Order, typer.Option(help="Prune, then round what stays; or SparseGPT prunes and rounds in one pass.")
+    ] = Order.prune_first,
+    pattern: PatternOption = None,
+    pruner: Annotated[
+        Pruner | None, typer.Option(show_default="magnitude, of joint sparsegpt", help="As of sparsify.")
+    ] = None,
+    distribution: DistributionOption = None,
+    min_density: MinDensityOption = 0.0,
+    samples: SamplesOption = None,
+    seed: SeedOption = None,
+    finetune_epochs: FinetuneOption = 0,
+    device: DeviceOption = Device.auto,
+    as_json: JsonOption = False,
+) -> None:
+    """Prune a run and round what stays to int8. Measured beside the baseline.
+
+    There is no int8 sparse kernel: the exact integers are multiplied in float32, which the row says.
+    """
+    own = Pruner.sparsegpt if order is Order.joint else Pruner.magnitude
+    _run(
+        density,
+        run,
+        as_json,
+        dtype=dtype.value,
+        format=format.value,
+        order=order.value,
+        pruner=(pruner or own).value,
+        distribution=distribution.value if distribution else None,
+        min_density=min_density,
+        pattern=pattern,
+        seed=seed,
+        finetune_epochs=finetune_epochs,
+        device=device.value,
+        **({} if samples is None else {"samples": samples}),
+    )
+
+
+def _run(density: Any, run: Any, as_json: bool, **options: Any) -> None:
+    """Compress at one density, at several, or by a pattern, and print the table."""
+    if (density is None) == (options["pattern"] is None):
+        raise UserError("give one of --density (0.1 keeps a tenth of the weights) and --pattern (2:4)")
+
+    from qsparse import variants
+
+    one = density is None or len(density) == 1
+    sparsify_any = variants.sparsify_run if one else variants.sparsify_sweep
+    asked = density[0] if one and density else density
+    print_compressed(sparsify_any(run, asked, console=progress_console(), **options), as_json)
+
+
+def formats(
+    shape: Annotated[str, typer.Option(metavar="SIZE[,SIZE[,SIZE]]", help="Of the array: 1 to 3 sizes.")] = "256,784",
+    density: Annotated[
+        float, typer.Option(callback=_density, help="Fraction of the entries that is stored, above 0 and at most 1.")
+    ] = 0.1,
+    dtype: Annotated[ValueDtype, typer.Option(help="Of the values; indices are int32.")] = ValueDtype.float32,
+    as_json: JsonOption = False,
+) -> None:
+    """Show what an array takes in each format. The densities below which they beat the dense array, too."""
+    from qsparse.report.sizes import show_sizes
+    from qsparse.sparse.compare import compare, parse_shape
+
+    comparison = compare(parse_shape(shape), density, dtype.value)
+    show_sizes(comparison, text_stream(as_json))
+    if as_json:
+        print_json(comparison.to_json())
