@@ -64,7 +64,7 @@ __device__ __forceinline__ void grid_barrier(unsigned* arrived, unsigned& target
         asm volatile("red.release.gpu.global.add.u32 [%0], 1;" ::"l"(arrived) : "memory");
         unsigned seen;
         do asm volatile("ld.acquire.gpu.global.u32 %0, [%1];" : "=r"(seen) : "l"(arrived) : "memory");
-        while (seen < target);
+        while (static_cast<int>(seen - target) < 0);  // both may wrap
     }
     __syncthreads();
 }
@@ -135,7 +135,7 @@ __device__ __forceinline__ void head(Halves x, Halves w, Halves gradient, const 
                                      const long long* order, float* losses, int count, int classes,
                                      float (*sums)[HEAD_ROWS][CLASSES]) {
     const int warp = threadIdx.x / WARP, lane = threadIdx.x % WARP, g = lane / 4, t = lane % 4;
-    const auto load = [](Halves from, int part, int row, int rows, int k) {
+    const auto load = [](Halves from, int part, long long row, int rows, int k) {
         return row < rows && k < from.ld
                    ? __ldcg(reinterpret_cast<const uint4*>(from.data + part * from.part + row * from.ld + k))
                    : uint4{};
@@ -274,7 +274,7 @@ train_mlp_sm80(const unsigned char* __restrict__ images, const long long* __rest
             int turn = blockIdx.x;
             product<PARTS, true, false>(
                 gradient_of(layers[i]), copy_of(layers[i]), count, line(width), layers[i].outputs, turn, stages,
-                [&](int m, int n, float a, float b) {
+                [&](long long m, int n, float a, float b) {
                     const unsigned bits = __ldcg(reinterpret_cast<const unsigned*>(y.data + m * y.ld + n));
                     const float2 out = __half22float2(*reinterpret_cast<const __half2*>(&bits));
                     put<PARTS>(to, m, n, n < width && out.x > 0.0f ? a * (1.0f / W_SCALE) : 0.0f,

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import struct
+import threading
 from dataclasses import dataclass
 
 import torch
@@ -255,6 +256,7 @@ class _Counters:
 
 
 _of_device: dict[int, _Counters] = {}
+_lock = threading.Lock()  # two threads at once must not get the same counters
 
 
 def _counters(device: torch.device, groups: int) -> int | None:
@@ -262,8 +264,9 @@ def _counters(device: torch.device, groups: int) -> int | None:
     captured = torch.cuda.is_current_stream_capturing()
     if groups > _GROUPS:
         return None
-    if device.index not in _of_device:
-        if captured:  # memory taken now would belong to the graph
-            return None
-        _of_device[device.index] = _Counters(device)
-    return _of_device[device.index].slot(torch._C._cuda_getCurrentRawStream(device.index), captured)
+    with _lock:
+        if device.index not in _of_device:
+            if captured:  # memory taken now would belong to the graph
+                return None
+            _of_device[device.index] = _Counters(device)
+        return _of_device[device.index].slot(torch._C._cuda_getCurrentRawStream(device.index), captured)

@@ -21,4 +21,4 @@ def pack(y: torch.Tensor) -> torch.Tensor:
 def unpack(mask: torch.Tensor, n: int) -> torch.Tensor:
     """The bits of a mask as (M, n) bool."""
     bits = mask[:, :, None] >> torch.arange(64, device=mask.device) & 1
-    return bits.view(mask.shape[0], -1)[:, :n].bool()
+    return bits.reshape(mask.shape[0], -1)[:, :n].bool()

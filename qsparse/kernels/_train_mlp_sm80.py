@@ -31,7 +31,7 @@ def _line(width: int) -> int:
     return (width + 8) // 8 * 8
 
 
-@functools.lru_cache(maxsize=64)
+@functools.cache  # for ever: a captured graph, or another stream, may still read the table
 def _layers(sizes: tuple[int, ...], batch: int, parts: int, device: torch.device) -> tuple[torch.Tensor, int]:
     """The kernel's table of layers, int64 (layers, 6) on the device, and the halves of scratch that they share."""
     table, params, scratch = [], 0, 0
@@ -42,6 +42,7 @@ def _layers(sizes: tuple[int, ...], batch: int, parts: int, device: torch.device
             scratch += parts * halves
         table.append(row)
         params += n * (k + 1)
+    scratch += 8 * _line(max(sizes[:-1]))  # a tile of outputs reads up to so many lines beyond the weights, unused
     return torch.tensor(table, dtype=torch.int64, device=device), scratch
 
 

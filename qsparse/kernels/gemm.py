@@ -122,7 +122,7 @@ def gemm(
     given = x, w, bias
     tensor_cores = x.dtype != torch.float32 or precision != "ieee"
     (x, x_k, ldx), (w, w_k, ldw) = (matrix(a, k_major=x.dtype == torch.float32 and tensor_cores) for a in (x, w))
-    bias = None if bias is None else rows(bias)
+    bias, mask = (None if a is None else rows(a) for a in (bias, mask))
     operands = (x, x_k, ldx, w, w_k, ldw, bias)
     tier = _pick(tier, gemm.tier(x.device), operands, precision)
     mode = _gemm_sm90.WRITE_MASK if return_mask else _gemm_sm90.NO_MASK if mask is None else _gemm_sm90.APPLY_MASK

@@ -112,6 +112,8 @@ def test_relu_mask_written_and_applied(device, dtype, shape, normal, to_numpy, a
     masked = kernels.gemm(dz, w2.t(), mask=mask)
     assert bool((masked[y <= 0] == 0).all())
     assert_close(masked, np.where(to_numpy(y) > 0, to_numpy(dz) @ to_numpy(w2), 0))
+    for view in (mask.t().contiguous().t(), mask.repeat_interleave(2, dim=0)[::2]):
+        assert torch.equal(kernels.gemm(dz, w2.t(), mask=view), masked)
 
 
 def test_relu_mask_packs_bits():

@@ -8,6 +8,7 @@ import torch
 
 from qsparse import kernels
 from qsparse.kernels import _load
+from qsparse.kernels import _train_mlp_sm80 as sm80
 from qsparse.oracles.train_mlp import train_mlp as oracle
 
 RECIPES = [{}, {"weight_decay": 0.01}, {"momentum": 0.5, "weight_decay": 0.1}]
@@ -182,6 +183,16 @@ def test_nan_in_one_weight_reaches_the_losses(place, layer, problem):
     arguments, options = problem((784, 32, 10), 20, 20)
     arguments[4][[5, 784 * 32 + 32 + 3][layer]] = torch.nan
     assert train(to(arguments, place["device"]), options, tier=place["tier"]).isnan().all()
+
+
+@pytest.mark.parametrize("sizes", [(784, 64, 10), (784, 9, 8, 1)], ids=str)
+@pytest.mark.parametrize("batch", [1, 64])
+@pytest.mark.parametrize("parts", [1, 2])
+def test_what_tiles_read_beyond_the_weights_is_scratch_memory(sizes, batch, parts):
+    table, scratch = sm80._layers(sizes, batch, parts, torch.device("cpu"))
+    for inputs, outputs, _, copy, *_ in table.tolist()[:-1]:
+        lines = (parts - 1) * outputs + sm80._line(outputs)  # the kernel's product of the last part
+        assert copy + lines * sm80._line(inputs) <= scratch
 
 
 @pytest.mark.gpu
