@@ -23,14 +23,14 @@ def compute(x: torch.Tensor, w: torch.Tensor, epilogue: Epilogue, out_dtype: tor
     offset, zero, sums = 0, epilogue.zero_x, epilogue.sums_w
     if x.dtype == torch.uint8:  # u = s + 128 with an int8 s: one more zero point
         x, offset = (x ^ 128).view(torch.int8), 128
-        sums = w.sum(1, dtype=torch.int32) if sums is None else sums
+        sums = w.sum(1, dtype=torch.int64 if wide else torch.int32) if sums is None else sums
     y = torch.empty((m, n), dtype=out_dtype)
     for part in cpu_slices(m):
         acc = multiply(x[part], w)
         if wide:
             acc = acc.to(torch.int64)
         if offset:
-            acc += sums * offset if not wide else sums.to(torch.int64) * offset
+            acc += sums.to(acc.dtype) * offset
         if zero is not None:
             rows_zero = (zero[part] if zero.numel() > 1 else zero).to(acc.dtype)
             acc -= rows_zero[:, None] * sums.to(acc.dtype)

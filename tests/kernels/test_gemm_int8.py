@@ -89,6 +89,13 @@ def test_unsigned_activations_never_wrap(device, integers, assert_same_bits):
             assert_same_bits(kernels.gemm_int8(x, w, out_dtype=torch.int32), exact(x, w, torch.int32))
 
 
+def test_unsigned_activations_where_sums_of_weights_leave_int32(device):
+    k = 2**24 + 64
+    x = torch.full((1, k), 255, dtype=torch.uint8, device=device)
+    w = torch.full((1, k), -128, dtype=torch.int8, device=device)
+    assert kernels.gemm_int8(x, w, out_dtype=torch.int64).item() == -255 * 128 * k
+
+
 @pytest.mark.parametrize("dtype", [torch.int8, torch.uint8])
 def test_zero_points(device, dtype, normal, integers, assert_same_bits):
     for k, one in itertools.product((1, 15, 48, 784, UINT8_LAST, UINT8_LAST + 1), (True, False)):
