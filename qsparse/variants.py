@@ -23,6 +23,7 @@ from qsparse.models import MLP
 from qsparse.quant import CalibrationWarning, QuantConfig, quantize, train_quantized
 from qsparse.report import newest
 from qsparse.sparse import EmptyLayerWarning, SparseConfig, check_density, mask_density, prune, sparsify
+from qsparse.sparse.blocks import BlockWarning
 from qsparse.sparse.config import SCHEDULES, check_int8, choose
 from qsparse.sparse.gradual import check_gradual, prune_gradually
 from qsparse.sparse.int8 import prune_jointly, quantize_kept
@@ -127,7 +128,8 @@ def sparsify_run(
     schedule: "one-shot", or "gradual": the density falls over `epochs` epochs of training, which the fine-tuning goes
     on with (see `sparse/gradual.py`).
     dtype: "float32", or "int8": what stays is rounded, in the `order` of `sparse/int8.py`; the name begins with it.
-    pruning: the other settings of a `SparseConfig`: pruner, distribution, min_density, pattern, samples. seed: its
+    pruning: the other settings of a `SparseConfig`: pruner, distribution, min_density, pattern, block,
+    samples. seed: its
     seed; None for the run's.
     Raises UserError for a density outside (0, 1], an unknown format, and as `SparseConfig` and `quantize_run`.
     """
@@ -144,7 +146,7 @@ def sparsify_run(
     trained = epochs + finetune_epochs
     if trained:
         config = dataclasses.replace(source.config, epochs=trained, lr=source.config.lr if lr is None else lr)
-    with _aloud(source, EmptyLayerWarning):
+    with _aloud(source, EmptyLayerWarning), _aloud(source, BlockWarning):
         if schedule == "gradual":
             model = source.model.replace({})
             masks = _prune_gradually(source, model, sparse, config, epochs)
@@ -158,6 +160,7 @@ def sparsify_run(
         "distribution": sparse.distribution,
         "min_density": sparse.min_density,
         "pattern": sparse.pattern,
+        "block": sparse.block,
         "layer_density": {name: mask_density({name: mask}) for name, mask in masks.items()},
         "prune_seed": sparse.seed,
         "samples": sparse.samples,

@@ -1,6 +1,7 @@
 """Sparsity: dense model in, masks out (pruning.py); masks in, stored formats out (formats.py); models (convert.py).
 
-A pruner is a file: magnitude.py, random_scores.py, wanda.py, snip.py, sparsegpt.py. How many weights each layer keeps
+A pruner is a file: magnitude.py, random_scores.py, wanda.py, snip.py, sparsegpt.py,
+movement.py. How many weights each layer keeps
 is settled in distribution.py, which ones by their scores in masks.py. What stays may be rounded to int8 (int8.py).
 
 Importing this imports no torch: what needs it is loaded when it is first asked for.

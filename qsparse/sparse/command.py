@@ -61,6 +61,10 @@ PatternOption = Annotated[
         metavar="N:M", show_default=False, help="Instead of --density: N of each M weights of a row stay, as 2:4."
     ),
 ]
+BlockOption = Annotated[
+    str | None,
+    typer.Option(metavar="RxC", show_default=False, help="Whole blocks of R rows and C columns stay, as 1x16."),
+]
 DistributionOption = Annotated[
     Distribution | None,
     typer.Option(
@@ -84,8 +88,9 @@ def sparsify(
     density: DensityOption = None,
     run: RunArgument = None,
     pattern: PatternOption = None,
+    block: BlockOption = None,
     pruner: Annotated[
-        Pruner, typer.Option(help="What ranks the weights; wanda, snip and sparsegpt look at training images.")
+        Pruner, typer.Option(help="What ranks the weights; all but magnitude and random look at training images.")
     ] = Pruner.magnitude,
     distribution: DistributionOption = None,
     min_density: MinDensityOption = 0.0,
@@ -115,6 +120,7 @@ def sparsify(
         distribution=distribution.value if distribution else None,
         min_density=min_density,
         pattern=pattern,
+        block=block,
         seed=seed,
         schedule=schedule.value,
         epochs=epochs,
@@ -134,6 +140,7 @@ def compress(
         Order, typer.Option(help="Prune, then round what stays; or SparseGPT prunes and rounds in one pass.")
     ] = Order.prune_first,
     pattern: PatternOption = None,
+    block: BlockOption = None,
     pruner: Annotated[
         Pruner | None, typer.Option(show_default="magnitude, of joint sparsegpt", help="As of sparsify.")
     ] = None,
@@ -161,6 +168,7 @@ def compress(
         distribution=distribution.value if distribution else None,
         min_density=min_density,
         pattern=pattern,
+        block=block,
         seed=seed,
         finetune_epochs=finetune_epochs,
         device=device.value,

@@ -10,12 +10,13 @@ from typing import Any
 from qsparse.errors import UserError
 
 FORMATS = ("csr", "coo")
-PRUNERS = ("magnitude", "random", "wanda", "snip", "sparsegpt")
+PRUNERS = ("magnitude", "random", "wanda", "snip", "sparsegpt", "movement")
 DISTRIBUTIONS = ("global", "uniform", "erk")
 SCHEDULES = ("one-shot", "gradual")
 ORDERS = ("prune-first", "joint")
 """Of pruning and rounding: see `int8.py`."""
 _WIDEST_GROUP = 32
+_LARGEST_BLOCK = 1024  # a side
 _OWN_DISTRIBUTION = {"wanda": "uniform", "sparsegpt": "uniform"}
 """The distribution of the paper, where it is not global."""
 
@@ -25,14 +26,16 @@ class SparseConfig:
     """The settings of one pruning.
 
     density: fraction of the weights that stays, in (0, 1]. None with a pattern, which says it itself.
-    pruner: what ranks the weights: magnitude, random, wanda, snip or sparsegpt, a file of `qsparse.sparse` each.
+    pruner: what ranks the weights: magnitude, random, wanda, snip, sparsegpt or movement, each a file of this room.
     distribution: how many weights each layer keeps (see `distribution.py`): global, uniform or erk. None: the one of
         the pruner's paper, which is uniform for wanda and sparsegpt and global for the others.
     min_density: no layer keeps less than this fraction of its weights, in [0, density]; where it is above 0, no layer
         is left without a weight.
     pattern: "N:M", of each M consecutive weights of a row N stay (2:4, 1:4, 4:8 ...): 1 <= N < M <= 32. None: anywhere.
+    block: "RxC", whole blocks of R rows and C columns stay (1x16, 16x16 ...), each side up to 1024. Each layer then
+        keeps less than one block fewer than its share. None: single weights.
     format: how the weights that stay are stored, "csr" or "coo".
-    samples: training images that wanda, snip and sparsegpt look at (all, where there are fewer).
+    samples: training images that wanda, snip, sparsegpt and movement look at (all, where there are fewer).
     seed: of the choice of these images, and of random.
 
     Raises UserError, naming the field, when a value is out of range or two exclude each other.
@@ -43,6 +46,7 @@ class SparseConfig:
     distribution: str | None = None
     min_density: float = 0.0
     pattern: str | None = None
+    block: str | None = None
     format: str = "csr"
     samples: int = 2048
     seed: int = 0
@@ -56,6 +60,12 @@ class SparseConfig:
             value = getattr(self, field)
             if not isinstance(value, int) or isinstance(value, bool) or not least <= value < 2**63:
                 raise UserError(f"{field} is {value}: it must be a whole number, at least {least}")
+        if self.block is not None:
+            parse_block(self.block)
+            if self.pattern is not None:
+                raise UserError("A pattern is of single weights: give no block with it.")
+            if self.pruner == "sparsegpt":
+                raise UserError("sparsegpt chooses single weights, column by column: choose another pruner for blocks.")
         if self.pattern is not None:
             parse_pattern(self.pattern)
             if self.distribution is not None or self.min_density:
@@ -72,6 +82,7 @@ class SparseConfig:
     def variant(self) -> str:
         """A name that tells this pruning from others: what is not the default stands in it, such as csr-0.1-wanda."""
         parts = [self.format, str(self.density) if self.pattern is None else self.pattern.replace(":", "of")]
+        parts += [] if self.block is None else [self.block]
         if self.pruner != SparseConfig.pruner:
             parts.append(self.pruner)
         if self.distribution not in (None, _OWN_DISTRIBUTION.get(self.pruner, "global")):
@@ -116,6 +127,17 @@ def parse_pattern(pattern: str) -> tuple[int, int]:
             f"The pattern must be N:M with 1 <= N < M <= {_WIDEST_GROUP}, such as 2:4, 1:4 or 4:8, not {pattern!r}"
         )
     return n, m
+
+
+def parse_block(block: str) -> tuple[int, int]:
+    """`"RxC"` as (R, C); raises UserError unless both are from 1 to 1024."""
+    parts = re.fullmatch(r"(\d{1,4})x(\d{1,4})", str(block), re.ASCII)
+    r, c = (int(part) for part in parts.groups()) if parts else (0, 0)
+    if not (1 <= r <= _LARGEST_BLOCK and 1 <= c <= _LARGEST_BLOCK):
+        raise UserError(
+            f"The block must be RxC, rows by columns, each from 1 to {_LARGEST_BLOCK}, such as 1x16, not {block!r}"
+        )
+    return r, c
 
 
 def choose(what: str, name: object, names: tuple[str, ...]) -> None:

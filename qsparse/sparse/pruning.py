@@ -15,17 +15,20 @@ from qsparse import data
 from qsparse.data import Dataset
 from qsparse.errors import UserError
 from qsparse.models import MLP
-from qsparse.sparse.config import SparseConfig, parse_pattern
+from qsparse.sparse.blocks import block_means, largest_blocks, warn_of_small
+from qsparse.sparse.config import SparseConfig, parse_block, parse_pattern
 from qsparse.sparse.convert import prunable_weights
 from qsparse.sparse.distribution import layer_counts
 from qsparse.sparse.magnitude import magnitude_scores
 from qsparse.sparse.masks import largest, largest_of_each_group, largest_of_each_row, warn_of_empty
+from qsparse.sparse.movement import movement_scores
 from qsparse.sparse.random_scores import random_scores
 from qsparse.sparse.snip import snip_scores
 from qsparse.sparse.sparsegpt import sparsegpt, sparsegpt_scores
 from qsparse.sparse.wanda import wanda_scores
 
-_NEED_DATA = ("wanda", "snip", "sparsegpt")
+_NEED_DATA = ("wanda", "snip", "sparsegpt", "movement")
+_WHOLE_NETWORK = {"snip": snip_scores, "movement": movement_scores}
 _Calibration = tuple[Tensor, Tensor]
 Rounding = Callable[[Tensor], Tensor]
 
@@ -43,11 +46,13 @@ def prune(
 
     Args:
         model: dense, on the device of `dataset`. Left as it was.
-        dataset: wanda, snip and sparsegpt look at `config.samples` of its training images, chosen by `config.seed`.
+        dataset: all pruners but magnitude and random look at `config.samples` of its training images, chosen by
+            `config.seed`.
         rounding: of sparsegpt, layer name -> a column (N,) to its values on a grid, where weights are to lie on one.
 
     Warns:
         EmptyLayerWarning: for each layer that loses all its weights, naming it.
+        BlockWarning: for each layer that is smaller than a block, naming it.
 
     Raises:
         UserError: the pruner needs data and there are none; a model that is already compressed, or not finite.
@@ -55,12 +60,10 @@ def prune(
     weights = prunable_weights(model)
     calibration = _calibration(config, dataset)
     pruned = model.replace({})
-    counts = _counts(model, weights, config, calibration)
-    fixed = {}  # scores that do not depend on how the layers before were pruned
-    if config.pruner == "random":
-        fixed = random_scores(weights, config.seed)
-    elif config.pruner == "snip":
-        fixed = snip_scores(model, *calibration)
+    fixed = _fixed_scores(model, weights, config, calibration)
+    counts = _counts(model, weights, config, calibration, fixed)
+    if config.block is not None:
+        warn_of_small({name: weight.shape for name, weight in weights.items()}, parse_block(config.block))
     masks = {}
     with torch.no_grad():
         inputs = _inputs(model, calibration)
@@ -92,25 +95,39 @@ def _inputs(model: MLP, calibration: _Calibration | None) -> Tensor | None:
 
 
 def _counts(
-    model: MLP, weights: dict[str, Tensor], config: SparseConfig, calibration: _Calibration | None
+    model: MLP,
+    weights: dict[str, Tensor],
+    config: SparseConfig,
+    calibration: _Calibration | None,
+    fixed: dict[str, Tensor],
 ) -> dict[str, int]:
     """Layer name -> number of weights that it keeps; empty where a pattern says so. `global` ranks the dense model."""
     if config.pattern is not None:
         return {}
+    scores = dict(fixed)
     if config.distribution != "global":
         scores = weights
-    elif config.pruner == "random":
-        scores = random_scores(weights, config.seed)
-    elif config.pruner == "snip":
-        scores = snip_scores(model, *calibration)
-    else:
-        scores, inputs = {}, _inputs(model, calibration)
+    elif not fixed:
+        inputs = _inputs(model, calibration)
         with torch.no_grad():
             for name, layer in model.layers().items():
                 scores[name] = _scores(config.pruner, layer.weight, inputs)
                 if inputs is not None:
                     inputs = layer(inputs.to(layer.weight.dtype))
+    if config.block is not None:
+        scores = {name: block_means(score, parse_block(config.block)) for name, score in scores.items()}
     return layer_counts(scores, config.density, config.distribution, config.min_density)
+
+
+def _fixed_scores(
+    model: MLP, weights: dict[str, Tensor], config: SparseConfig, calibration: _Calibration | None
+) -> dict[str, Tensor]:
+    """The scores of pruners for which they do not depend on how the layers before were pruned; else none."""
+    if config.pruner == "random":
+        return random_scores(weights, config.seed)
+    if calibration is not None and config.pruner in _WHOLE_NETWORK:
+        return _WHOLE_NETWORK[config.pruner](model, *calibration)
+    return {}
 
 
 def _scores(pruner: str, w: Tensor, inputs: Tensor | None) -> Tensor:
@@ -122,6 +139,8 @@ def _scores(pruner: str, w: Tensor, inputs: Tensor | None) -> Tensor:
 def _mask(scores: Tensor, config: SparseConfig, count: int | None) -> Tensor:
     if config.pattern is not None:
         return largest_of_each_group(scores, *parse_pattern(config.pattern))
+    if config.block is not None:
+        return largest_blocks(scores, count, parse_block(config.block))
     return largest_of_each_row(scores, count) if config.pruner == "wanda" else largest(scores, count)
 
 
