@@ -32,8 +32,10 @@ def sgd(param, grad, momentum_buffer=None, *, lr, momentum=0.0, weight_decay=0.0
 
     Source: the update of ``torch.optim.SGD`` (dampening 0, no Nesterov).
     """
+    lr_at = lr if isinstance(lr, torch.Tensor) else None
     if torch.compiler.is_compiling():
-        return _operator(param, grad, momentum_buffer, mask, lr, momentum, weight_decay)
+        rate = lr if lr_at is None else 0.0
+        return _operator(param, grad, momentum_buffer, mask, rate, lr_at, momentum, weight_decay)
     shape = tuple(param.shape) if isinstance(param, torch.Tensor) else ()
     check_tensor("param", param, (torch.float32,), shape)
     check_tensor("grad", grad, (torch.float32,), shape)
@@ -43,7 +45,6 @@ def sgd(param, grad, momentum_buffer=None, *, lr, momentum=0.0, weight_decay=0.0
         raise ValueError(f"momentum is {momentum}, so a momentum_buffer is needed")
     if mask is not None:
         check_tensor("mask", mask, (torch.bool,), shape)
-    lr_at = lr if isinstance(lr, torch.Tensor) else None
     if lr_at is not None:
         check_tensor("lr", lr, (torch.float32,), (1,) * lr.dim())
     check_same_device(param, grad=grad, momentum_buffer=momentum_buffer, mask=mask, lr=lr_at)
@@ -73,10 +74,12 @@ def _operator(
     momentum_buffer: torch.Tensor | None,
     mask: torch.Tensor | None,
     lr: float,
+    lr_at: torch.Tensor | None,
     momentum: float,
     weight_decay: float,
 ) -> None:
     """What ``torch.compile`` sees in place of the face, which it could not trace into."""
+    lr = lr if lr_at is None else lr_at
     sgd(param, grad, momentum_buffer, lr=lr, momentum=momentum, weight_decay=weight_decay, mask=mask)
 
 

@@ -81,11 +81,13 @@ def test_int8_options(device, normal, assert_same_bits):
 def test_sgd_changes_its_arguments(device, normal):
     param, grad, buffer = (normal(5, 4, device=device) for _ in range(3))
     other, other_buffer = param.clone(), buffer.clone()
-    options = {"lr": 0.1, "momentum": 0.9, "weight_decay": 0.01}
-    compiled(lambda p, g, b: kernels.sgd(p, g, b, **options))(param, grad, buffer)
-    kernels.sgd(other, grad, other_buffer, **options)
-    assert torch.equal(param, other)
-    assert torch.equal(buffer, other_buffer)
+    options = {"momentum": 0.9, "weight_decay": 0.01}
+    step = compiled(lambda p, g, b, lr: kernels.sgd(p, g, b, lr=lr, **options))
+    for lr in (0.1, torch.tensor(0.2, device=device)):
+        step(param, grad, buffer, lr)
+        kernels.sgd(other, grad, other_buffer, lr=lr, **options)
+        assert torch.equal(param, other)
+        assert torch.equal(buffer, other_buffer)
 
 
 def test_a_whole_network_trains_and_infers(device, normal):
