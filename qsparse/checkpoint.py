@@ -19,6 +19,7 @@ import contextlib
 import errno
 import fcntl
 import json
+import math
 import os
 import tempfile
 from collections.abc import Iterable, Iterator, Mapping
@@ -219,8 +220,16 @@ def read_metrics(run: str | Path) -> list[dict[str, Any]]:
 
 
 def _are_metrics(epochs: object) -> bool:
+    """Whether it is a list of one entry at least, each of which tells in numbers what it must."""
+    return isinstance(epochs, list) and epochs != [] and all(map(_is_metrics, epochs))
+
+
+def _is_metrics(entry: object) -> bool:
     return (
-        isinstance(epochs, list) and epochs != [] and all(isinstance(e, dict) and e.keys() >= _METRICS for e in epochs)
+        isinstance(entry, dict)
+        and entry.keys() >= _METRICS
+        and all(type(entry[key]) in (int, float) for key in _METRICS if key != "validation_accuracy")
+        and type(entry["validation_accuracy"]) in (int, float, type(None))  # null: no images were held out
     )
 
 
@@ -270,7 +279,7 @@ def load(path: str | Path, device: str | torch.device = "cpu") -> MLP:
     if _MODEL_KEY not in header:
         raise UserError(f"{file} is not a qsparse model: its header lacks the description of the layers")
     try:
-        model = models.from_description(json.loads(header[_MODEL_KEY]))
+        model = models.from_description(parse_json(header[_MODEL_KEY]))
     except (ValueError, TypeError, KeyError, AttributeError, RuntimeError) as error:
         raise UserError(f"{file} describes a model that this version of qsparse does not know: {error}") from error
     _load_state(model, tensors, file)
@@ -352,9 +361,11 @@ def load_checkpoint(run: Path, model: MLP) -> Checkpoint | None:
         return None
     tensors, header = _read_safetensors(file)
     try:
-        metrics = list(json.loads(header[_CHECKPOINT_KEY])["metrics"])
+        metrics = parse_json(header[_CHECKPOINT_KEY])["metrics"]
     except (KeyError, TypeError, ValueError):
-        raise UserError(f"{file} is not a qsparse checkpoint") from None
+        metrics = None
+    if not (isinstance(metrics, list) and all(map(_is_metrics, metrics))):
+        raise UserError(f"{file} is not a qsparse checkpoint")
     _load_state(model, _under("model.", tensors), file)
     parameters = dict(model.named_parameters())
     momentum = _under("momentum.", tensors)
@@ -416,7 +427,7 @@ def read_rows(run: str | Path) -> list[dict[str, Any]]:
         lines.pop()
     for number, line in enumerate(lines, start=1):
         try:
-            row = json.loads(line, parse_constant=_no_constant)
+            row = parse_json(line, parse_constant=_no_constant, parse_float=_finite)
         except ValueError:
             row = None
         if not isinstance(row, dict):
@@ -429,7 +440,21 @@ def _no_constant(name: str) -> float:
     raise ValueError(f"{name} is no number of JSON's")
 
 
+def _finite(text: str) -> float:
+    if math.isinf(number := float(text)):
+        raise ValueError(f"{text} is beyond float64")
+    return number
+
+
 # Files
+
+
+def parse_json(text: str | bytes, **options: Any) -> Any:
+    """`json.loads`, which raises ValueError for lists within lists without end, too."""
+    try:
+        return json.loads(text, **options)
+    except RecursionError:
+        raise ValueError("it is nested too deeply") from None
 
 
 def _write(path: Path, content: bytes) -> None:
@@ -461,7 +486,7 @@ def _read_text(path: Path) -> str:
 
 def _read_json(path: Path) -> Any:
     try:
-        return json.loads(_read_text(path))
+        return parse_json(_read_text(path))
     except ValueError as error:
         raise UserError(f"{path} is not JSON: {error}") from error
 

@@ -224,7 +224,18 @@ def test_a_failed_write_leaves_the_old_file(saved, model, monkeypatch):
     assert sorted(path.name for path in saved.iterdir()) == ["config.json", "model.safetensors"]
 
 
-@pytest.mark.parametrize("text", ["", "[]", '{"epochs": 5}', '{"epochs": []}', '{"epochs": [1]}', '{"epochs": [{}]}'])
+DEEP = "[" * 100_000  # Python's parser gives up on it by a RecursionError
+TEXT_METRICS = '{"seconds": "x", "validation_accuracy": null, "test_accuracy": 0.9}'
+NO_ACCURACY = '{"seconds": 1, "validation_accuracy": 0.9, "test_accuracy": null}'
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        *("", "[]", DEEP, '{"epochs": 5}', '{"epochs": []}', '{"epochs": [1]}', '{"epochs": [{}]}'),
+        *(f'{{"epochs": [{entry}]}}' for entry in (TEXT_METRICS, NO_ACCURACY)),
+    ],
+)
 def test_foreign_metrics_are_refused(saved, text):
     with pytest.raises(UserError, match=r"runs/1/metrics\.json, the metrics of the finished epochs, is missing"):
         checkpoint.read_metrics(saved)
@@ -289,7 +300,7 @@ def test_require_writable_leaves_nothing_behind():
 
 def test_a_checkpoint_comes_back_whole(saved, model):
     momentum = {name: torch.randn_like(parameter) for name, parameter in model.named_parameters()}
-    metrics = [{"epoch": 1, "loss": 0.1 + 0.2, "validation_accuracy": None, "test_accuracy": 0.9}]
+    metrics = [{"epoch": 1, "loss": 0.1 + 0.2, "validation_accuracy": None, "test_accuracy": 0.9, "seconds": 1}]
     checkpoint.save_checkpoint(saved, model, momentum, metrics)
     other = MLP((784, 32, 10), seed=8)
     state = checkpoint.load_checkpoint(saved, other)
@@ -309,7 +320,7 @@ def test_a_bad_checkpoint_is_refused(saved, model):
         checkpoint.save_checkpoint(saved, model, {"fc1.weight": buffer}, [])
         with pytest.raises(UserError, match=r"a momentum buffer fc1\.weight that its model has no place for"):
             checkpoint.load_checkpoint(saved, model)
-    for header in ("", "[]", "{}", '{"metrics": 5}'):
+    for header in ("", "[]", "{}", DEEP, '{"metrics": 5}', f'{{"metrics": [{TEXT_METRICS}]}}'):
         save_file({}, file, {"qsparse_checkpoint": header})
         with pytest.raises(UserError, match="is not a qsparse checkpoint"):
             checkpoint.load_checkpoint(saved, model)
@@ -358,7 +369,7 @@ def test_only_a_newline_ends_a_row(saved):
     assert checkpoint.read_rows(saved) == []
 
 
-@pytest.mark.parametrize("line", ["{", "[1]", "3", "", '{"accuracy": NaN}', '{"accuracy": -Infinity}'])
+@pytest.mark.parametrize("line", ["{", "[1]", "3", "", DEEP, '{"accuracy": NaN}', '{"accuracy": 1e999}'])
 def test_a_broken_line_is_named(saved, line):
     (saved / "rows.jsonl").write_text('{"a": 1}\n' + line + "\n")
     with pytest.raises(UserError, match=r"rows\.jsonl: line 2 is not a JSON object"):

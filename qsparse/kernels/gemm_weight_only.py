@@ -41,7 +41,7 @@ def unpack_int4(w: torch.Tensor, k: int) -> torch.Tensor:
 
 def spread_groups(values: torch.Tensor, group: int | None, k: int) -> torch.Tensor:
     """One value (N,) a row, or (N, ceil(k / group)) one a group, as (N, 1) or (N, k): one a column."""
-    return values[:, None] if group is None else values.repeat_interleave(group, dim=1)[:, :k]
+    return values[:, None] if group is None else values.repeat_interleave(min(group, max(k, 1)), dim=1)[:, :k]
 
 
 @face(SOURCES)
@@ -83,8 +83,12 @@ def gemm_weight_only(x, w, scale, bias=None, *, group: int | None = None, relu: 
     check_tensor("w", w, (torch.int8, torch.uint8), (None, None))
     n, packed = w.shape[0], w.dtype == torch.uint8
     check_tensor("w", w, (w.dtype,), (None, -(-k // 2) if packed else k))
-    if group is not None and group < 1:
-        raise ValueError(f"group must be at least 1, got {group}")
+    if group is not None:
+        if isinstance(group, bool) or not isinstance(group, int):
+            raise TypeError(f"group must be an int, got {type(group).__name__}")
+        if group < 1:
+            raise ValueError(f"group must be at least 1, got {group}")
+        group = min(group, 32 * (k // 32 + 1))  # wider than K is the same, and an int32 holds it
     check_tensor("scale", scale, (torch.float32,), (n,) if group is None else (n, -(-k // group)))
     if bias is not None:
         check_tensor("bias", bias, (x.dtype,), (n,))

@@ -1,7 +1,6 @@
 """What a quantization is asked to be. Imports no torch, so that a bad option is refused at once."""
 
 import dataclasses
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any
@@ -22,6 +21,8 @@ METHODS = ("absmax", "gptq", "smoothquant", "bias-correction", "equalisation")
 ACTIVATIONS = ("dynamic", "static")
 CALIBRATIONS = ("minmax", "percentile", "mse", "entropy", "fixed", "lsq")
 GRANULARITIES = ("tensor", "channel", "group")
+_LARGEST = 3.4028234e38
+"""The largest float32: what ranges and rates are computed in."""
 
 
 @dataclass(frozen=True)
@@ -70,7 +71,15 @@ class QuantConfig:
     simulate: bool = False
 
     def __post_init__(self) -> None:
-        layers = {name: dtype for name, dtype in sorted(dict(self.layers).items()) if dtype != self.dtype}
+        try:
+            named = dict(self.layers)
+        except (TypeError, ValueError):
+            named = {None: None}
+        if not all(isinstance(name, str) for name in named):
+            raise UserError(f"layers is {self.layers!r}: it must name a dtype for each layer, as {{'fc1': 'int8'}}.")
+        if named and {self.dtype, *map(str, named.values())} == {FLOAT32}:
+            raise UserError(f"All layers stay {FLOAT32}: give a dtype to one at least.")
+        layers = {name: dtype for name, dtype in sorted(named.items()) if dtype != self.dtype}
         object.__setattr__(self, "layers", tuple(layers.items()))
         self._check_choices()
         self._check_numbers()
@@ -97,20 +106,28 @@ class QuantConfig:
                 raise UserError(f"Unknown {option} {value!r}; the valid ones are {', '.join(filter(None, choices))}.")
 
     def _check_numbers(self) -> None:
-        if self.calibration_samples < 1:
-            raise UserError(f"--calibration-samples is {self.calibration_samples}: it must be at least 1.")
-        for option, percent in (("--percentile", self.percentile), ("--weight-percentile", self.weight_percentile)):
-            if not 0 < percent <= 100:
-                raise UserError(f"{option} is {percent}: it must lie in (0, 100].")
-        if self.qat_epochs < 0:
-            raise UserError(f"--qat-epochs is {self.qat_epochs}: it must be at least 0.")
-        if self.lr is not None and not (self.lr > 0 and math.isfinite(self.lr)):
-            raise UserError(f"--lr is {self.lr}: it must be above 0, and finite.")
-        if self.group < 1:
-            raise UserError(f"--group is {self.group}: it must be at least 1.")
-        for option, limits in (("--range", self.range), ("--weight-range", self.weight_range)):
-            if limits is not None and not (all(map(math.isfinite, limits)) and limits[0] < limits[1]):
-                raise UserError(f"{option} is {limits[0]:g} {limits[1]:g}: LO must be below HI, and both finite.")
+        for field, least in (("calibration_samples", 1), ("qat_epochs", 0), ("group", 1)):
+            value = getattr(self, field)
+            if type(value) is not int or not least <= value < 2**31:
+                raise UserError(f"{_option(field)} is {value}: it must be a whole number from {least} to 2^31 - 1.")
+        for field in ("percentile", "weight_percentile"):
+            percent = getattr(self, field)
+            if not (_is_number(percent) and 0 < percent <= 100):
+                raise UserError(f"{_option(field)} is {percent}: it must lie in (0, 100].")
+        if self.lr is not None and not (_is_number(self.lr) and 0 < self.lr <= _LARGEST):
+            raise UserError(f"--lr is {self.lr}: it must be above 0, and finite in float32.")
+        for field in ("symmetric", "simulate"):
+            if not isinstance(getattr(self, field), bool):
+                raise UserError(f"{field} is {getattr(self, field)!r}: it must be True or False.")
+        for field in ("range", "weight_range"):
+            limits = getattr(self, field)
+            if limits is None:
+                continue
+            pair = isinstance(limits, tuple | list) and len(limits) == 2 and all(map(_is_number, limits))
+            if not (pair and -_LARGEST <= limits[0] < limits[1] <= _LARGEST):
+                named = " ".join(map(str, limits)) if isinstance(limits, tuple | list) else limits
+                raise UserError(f"{_option(field)} is {named}: LO must be below HI, and both finite in float32.")
+            object.__setattr__(self, field, tuple(limits))
 
     def _check_rounding(self) -> None:
         """Check what goes together where all layers are rounded to few bits."""
@@ -244,6 +261,14 @@ class QuantConfig:
                 "qat_lr": self.lr,
             }
         )
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def _option(field: str) -> str:
+    return "--" + field.replace("_", "-")
 
 
 def _weights_only(dtype: str) -> bool:

@@ -1,5 +1,6 @@
 """Choosing, checking and naming rows."""
 
+import sys
 from collections.abc import Iterable
 from typing import Any
 
@@ -11,7 +12,7 @@ _BY_BATCH = ("latency_us", "latency_us_p10", "latency_us_p90", "speedup")
 def flaw(row: dict[str, Any]) -> str | None:
     """What keeps a row that somebody else wrote from being shown, None where nothing does. Null and absent are fine."""
     for field in _TEXTS:
-        if not isinstance(row.get(field), str | None):
+        if not _is_text(row.get(field)):
             return f"{field} is no text"
     for field in _NUMBERS:
         if row.get(field) is not None and not _is_number(row[field]):
@@ -23,8 +24,17 @@ def flaw(row: dict[str, Any]) -> str | None:
     return None
 
 
+def _is_text(value: object) -> bool:
+    """Whether it is null, or a text that a file holds: JSON has an escape for half a character, which no file has."""
+    try:
+        return value is None or (isinstance(value, str) and value.encode() is not None)
+    except UnicodeEncodeError:
+        return False
+
+
 def _is_number(value: object) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool)
+    """Whether it is a number that a float holds: an integer of 400 digits is none that could be drawn."""
+    return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) <= sys.float_info.max
 
 
 def newest(rows: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:

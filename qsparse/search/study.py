@@ -11,6 +11,7 @@ import contextlib
 import dataclasses
 import hashlib
 import json
+import math
 import warnings
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -61,6 +62,7 @@ class SearchConfig:
     finetune_epochs: int = 0
 
     def __post_init__(self) -> None:
+        object.__setattr__(self, "dtypes", tuple(dict.fromkeys(self.dtypes)))
         if not self.dtypes or (unknown := [dtype for dtype in self.dtypes if dtype not in plans.DTYPES]):
             raise UserError(
                 f"--dtype names {', '.join(unknown) if self.dtypes else 'nothing'}: give some of "
@@ -68,8 +70,11 @@ class SearchConfig:
             )
         if not 0 < self.least_density <= self.most_density <= 1:
             raise UserError(f"--density is {self.least_density:g} {self.most_density:g}: give LEAST MOST in (0, 1]")
-        if self.batch < 1 or self.finetune_epochs < 0 or not self.budget_s > 0:
-            raise UserError("--batch must be at least 1, --finetune-epochs at least 0, and --budget above 0")
+        if not 0 < self.batch < 2**31 or not 0 <= self.finetune_epochs < 2**31 or not 0 < self.budget_s < math.inf:
+            raise UserError(
+                f"--batch is {self.batch}, --finetune-epochs {self.finetune_epochs}, --budget {self.budget_s}: they "
+                "must be at least 1, at least 0, and above 0, none of them without end"
+            )
 
 
 @dataclass(frozen=True)
@@ -257,7 +262,9 @@ def _sampler(seed: int, number: int, layers: list[str], dtypes: Sequence[str]) -
 
 
 def _open(url: str, name: str, terms: dict[str, Any]) -> optuna.Study:
-    """The study `name`, made where it is not there. Raises UserError where it was begun on other terms."""
+    """The study `name`, made where there is none. Raises UserError where it was begun on other terms, or by others."""
+    if url.startswith("sqlite") and url.partition("://")[2] in ("", "/", "/:memory:"):
+        raise UserError(f"--storage {url} is a database in memory, which is lost: give a file, as sqlite:///search.db")
     for attempt in range(_ATTEMPTS):
         try:
             waiting = {"connect_args": {"timeout": 60}} if url.startswith("sqlite") else {}
@@ -270,6 +277,9 @@ def _open(url: str, name: str, terms: dict[str, Any]) -> optuna.Study:
             if attempt + 1 == _ATTEMPTS or isinstance(error, sqlalchemy.exc.ArgumentError | ImportError):
                 raise UserError(f"--storage {url} cannot be opened: {str(error).splitlines()[0]}") from error
     begun = study.user_attrs.get("terms")
+    foreign = begun is None and study.get_trials(deepcopy=False)
+    if foreign or not isinstance(begun, dict | None) or tuple(study.directions) != _DIRECTIONS:
+        raise UserError(f"the study {name} in {url} is not one of `qsparse search`: give another --study")
     if begun is None:
         study.set_user_attr("terms", terms)
     elif json.loads(json.dumps(terms)) != begun:

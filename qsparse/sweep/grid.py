@@ -22,6 +22,7 @@ import dataclasses
 import hashlib
 import itertools
 import json
+import math
 import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -108,6 +109,8 @@ def read(path: str | Path) -> Grid:
         raise UserError(f"cannot read {path}: {error.strerror}") from error
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise UserError(f"{path} is no TOML: {error}") from error
+    except RecursionError:
+        raise UserError(f"{path} is no TOML of ours: it is nested too deeply") from None
     if unknown := described.keys() - _FIELDS.keys():
         raise UserError(
             f"{path} has no use for {', '.join(sorted(unknown))}: the tables are [train], [[quantize]], [[sparsify]] "
@@ -161,7 +164,7 @@ def _as_list(hidden: Any) -> list[Any]:
 
 def _check_measuring(path: str | Path, measuring: Mapping[str, Any]) -> None:
     batches, budget = measuring.get("batches", [1]), measuring.get("budget_s", 1.0)
-    if not (isinstance(batches, list) and batches and all(isinstance(b, int) and b > 0 for b in batches)):
-        raise UserError(f"{path}: [measure] batches is {batches}: it must list batch sizes above 0")
-    if not (isinstance(budget, int | float) and budget > 0):
+    if not (isinstance(batches, list) and batches and all(type(b) is int and 0 < b < 2**31 for b in batches)):
+        raise UserError(f"{path}: [measure] batches is {batches}: it must list batch sizes from 1 to 2^31 - 1")
+    if not (type(budget) in (int, float) and 0 < budget < math.inf):
         raise UserError(f"{path}: [measure] budget_s is {budget}: it must be a number of seconds above 0")

@@ -62,7 +62,7 @@ class Journal:
         if not last:
             return
         try:
-            whole = isinstance(json.loads(last), dict)
+            whole = isinstance(checkpoint.parse_json(last), dict)
         except ValueError:
             whole = False
         if whole:

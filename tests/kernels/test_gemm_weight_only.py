@@ -241,6 +241,13 @@ def test_torch_compile_takes_it_whole(device, normal, weights, assert_same_bits)
     assert_same_bits(compiled(x, w, scale, bias), call(x, w, scale, bias).cpu())
 
 
+def test_a_group_may_be_wider_than_the_rows(device):
+    x, w, scale = torch.randn(4, 7, device=device), torch.ones(5, 7, dtype=torch.int8, device=device), torch.rand(5, 1)
+    scale = scale.to(device)
+    exact = kernels.gemm_weight_only(x, w, scale, group=7)
+    assert torch.equal(kernels.gemm_weight_only(x, w, scale, group=10**30), exact)
+
+
 def test_refuses_what_does_not_fit(device):
     x = torch.zeros((4, 7), dtype=torch.float16, device=device)
     w, packed = (torch.zeros((5, k), dtype=dtype, device=device) for k, dtype in ((7, torch.int8), (4, torch.uint8)))
@@ -262,6 +269,8 @@ def test_refuses_what_does_not_fit(device):
         call(x, packed, scale, group=4)
     with pytest.raises(ValueError, match=r"^group must be at least 1, got 0"):
         call(x, w, scale, group=0)
+    with pytest.raises(TypeError, match=r"^group must be an int, got float"):
+        call(x, w, scale, group=2.0)
     with pytest.raises(TypeError, match=r"^bias must be float16, got float32"):
         call(x, w, scale, scale)
     with pytest.raises(ValueError, match=r"^bias must have shape \(5,\), got \(4,\)"):

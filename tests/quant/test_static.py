@@ -108,6 +108,9 @@ def test_weights_of_one_scale(model):
     assert int(quantized.fc1.weight.abs().max()) == 127
 
 
+BAD_RANGES = (5, (1,), (1, 2, 3), "ab", ("a", "b"), (-1e39, 1), (0, 10**400))
+
+
 # --- what is refused, and what is said ------------------------------------------------------------------------------
 
 
@@ -128,6 +131,17 @@ def test_weights_of_one_scale(model):
         ({"activations": "static", "calibration": "percentile", "percentile": 0}, r"--percentile is 0: .* \(0, 100\]"),
         ({"activations": "static", "calibration": "percentile", "percentile": 100.1}, "--percentile is 100.1"),
         ({"activations": "static", "calibration": "percentile", "percentile": math.nan}, "--percentile is nan"),
+        *(({"activations": "static", "calibration": "fixed", "range": it}, "--range is ") for it in BAD_RANGES),
+        ({"percentile": "x"}, "--percentile is x"),
+        ({"lr": "fast", "qat_epochs": 1}, "--lr is fast"),
+        ({"lr": 1e39, "qat_epochs": 1}, r"--lr is 1e\+39"),
+        ({"qat_epochs": True}, "--qat-epochs is True"),
+        ({"simulate": "no"}, "simulate is 'no'"),
+        ({"symmetric": 0}, "symmetric is 0"),
+        *(({"layers": it}, "layers is .*: it must name a dtype for each layer") for it in ("fc1", 5, {1: "int8"})),
+        ({"dtype": "fp32", "layers": {"fc1": "fp32"}}, "All layers stay fp32"),
+        ({"group": 2**31}, "--group is 2147483648"),
+        ({"calibration_samples": 1.5}, "--calibration-samples is 1.5"),
         ({"calibration_samples": 0}, "--calibration-samples is 0"),
         ({"group": 0}, "--group is 0"),
         ({"dtype": "int4"}, "int4 has no kernel: add --simulate"),

@@ -44,6 +44,9 @@ def test_rows_without_fields_are_kept_apart_from_others():
         ({"weight_bytes": "x"}, "weight_bytes is no number"),
         ({"variant": ["x"]}, "variant is no text"),
         ({"date": 5}, "date is no text"),
+        ({"variant": "\ud800"}, "variant is no text"),  # no file holds half a character
+        ({"accuracy": 10**400}, "accuracy is no number"),
+        ({"latency_us": {"1024": 10**400}}, "latency_us holds no positive number for each batch"),
         ({"latency_us": 5}, "latency_us holds no positive number for each batch"),
         ({"latency_us": {"1024": -3}}, "latency_us holds no positive number for each batch"),
         ({"latency_us_p90": {"1": None}}, "latency_us_p90 holds no positive number for each batch"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 import subprocess
 import sys
@@ -155,6 +156,9 @@ def test_other_terms_are_another_study(run, asked):
         ({"least_density": 0.0}, "density"),
         ({"least_density": 0.5, "most_density": 0.1}, "density"),
         ({"batch": 0}, "batch"),
+        ({"batch": 2**31}, "batch"),
+        ({"budget_s": math.inf}, "budget"),
+        ({"budget_s": math.nan}, "budget"),
         ({"finetune_epochs": -1}, "finetune"),
     ],
 )
@@ -163,7 +167,33 @@ def test_terms_that_make_no_sense_are_refused(terms, named):
         SearchConfig(**terms)
 
 
-@pytest.mark.parametrize("url", ["nonsense", "sqlite:////nowhere/at/all.db", "postgresql+psycopg2://localhost/x"])
+def test_a_dtype_that_is_named_twice_counts_once():
+    assert SearchConfig(dtypes=("int8", "fp16", "int8")).dtypes == ("int8", "fp16")
+
+
+@pytest.mark.parametrize("made", ["other directions", "trials", "terms"])
+def test_a_study_of_somebody_else_is_refused(run, tmp_path, made):
+    url = f"sqlite:///{tmp_path / 'theirs.db'}"
+    wanted = ["maximize", "minimize", "minimize"]
+    theirs = optuna.create_study(storage=url, study_name="theirs", directions=wanted[:1] if "dir" in made else wanted)
+    if made == "trials":
+        theirs.optimize(lambda trial: (trial.suggest_float("x", 0, 1), 1, 1), n_trials=1)
+    if made == "terms":
+        theirs.set_user_attr("terms", 5)
+    with pytest.raises(UserError, match=r"the study theirs in .* is not one of `qsparse search`"):
+        search(run, QUICK, trials=2, storage=url, name="theirs", device="cpu")
+
+
+@pytest.mark.parametrize(
+    "url",
+    [
+        "sqlite://",
+        "sqlite:///:memory:",
+        "nonsense",
+        "sqlite:////nowhere/at/all.db",
+        "postgresql+psycopg2://localhost/x",
+    ],
+)
 def test_a_storage_that_cannot_be_opened_is_named(run, url):
     with pytest.raises(UserError, match="storage"):
         search(run, QUICK, trials=1, storage=url, device="cpu")

@@ -71,7 +71,12 @@ def test_the_order_of_settings_does_not_count(tmp_path):
         ("[sparsify]\ndensity = []", "density"),
         ("quantize = 'int8'", "quantize"),
         ("[measure]\nbatches = [0]", "batches"),
+        ("[measure]\nbatches = [true]", "batches"),
+        ("[measure]\nbatches = [2147483648]", "batches"),
         ("[measure]\nbudget_s = 0", "budget_s"),
+        ("[measure]\nbudget_s = inf", "budget_s"),
+        ("[measure]\nbudget_s = true", "budget_s"),
+        ("a = " + "[" * 50_000, "nested too deeply"),
         ("[train", "TOML"),
     ],
 )
