@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import torch
 
-from qsparse.kernels._face import C_FLOATS, matrix
+from qsparse.kernels._face import C_FLOATS, matrix, rows
 from qsparse.kernels._load import launch, multiprocessors
 
 TILES_SOURCE, SMALL_SOURCE = "spmm_csr_sm80.cu", "spmm_csr_small_sm80.cu"
@@ -110,7 +110,8 @@ class Plan:
 
     def __init__(self, cols, row_offsets, shape, widths: tuple[int, ...] = (64, 128)):
         self.n, self.k = shape
-        self.nnz, self.cols, self.row_offsets = cols.numel(), cols, row_offsets
+        self._given = cols, row_offsets
+        self.nnz, self.cols, self.row_offsets = cols.numel(), rows(cols), rows(row_offsets)
         self.left_over = torch.empty((self.n, 2), dtype=torch.int32, device=cols.device)
         self._segments = {width: self._find(width) for width in widths}
 
@@ -135,8 +136,12 @@ class Plan:
 
     def fits(self, cols, row_offsets, shape) -> bool:
         """Whether the plan was made for these very arrays."""
-        same = cols.data_ptr() == self.cols.data_ptr() and row_offsets.data_ptr() == self.row_offsets.data_ptr()
-        return same and cols.numel() == self.nnz and tuple(shape) == (self.n, self.k)
+        pairs = zip(self._given, (cols, row_offsets), strict=True)
+        same = all(
+            a is b or (a.data_ptr() == b.data_ptr() and a.stride() == b.stride() and a.shape == b.shape)
+            for a, b in pairs
+        )
+        return same and tuple(shape) == (self.n, self.k)
 
 
 def spmm(x, values, cols, row_offsets, bias, n: int, relu: bool, columns: bool, plan: Plan | None):

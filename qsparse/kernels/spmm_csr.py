@@ -67,9 +67,9 @@ def spmm_csr(
     if bias is not None:
         check_tensor("bias", bias, (x.dtype,), (n,))
     check_same_device(x, bias=bias)
-    values, col_indices, row_offsets = rows(values), rows(col_indices), rows(row_offsets)
     if plan is not None and not plan.fits(col_indices, row_offsets, shape):
         raise ValueError("plan was made for other col_indices, row_offsets or another shape")
+    values, col_indices, row_offsets = rows(values), rows(col_indices), rows(row_offsets)
     if x.device.type == "cpu":
         y = _spmm.cpu(x, torch.sparse_csr, (row_offsets, col_indices.int()), values, shape, bias, relu)
         return rows(y.t()).t() if columns else y
@@ -91,7 +91,9 @@ def plan(col_indices, row_offsets, *, shape):
     _spmm.check_pattern(col_indices, row_offsets, (n, k), check=True)
     if col_indices.device.type == "cpu" or not _spmm.has_sm80(col_indices.device):
         return None
-    return _spmm_sm80.Plan(rows(col_indices), rows(row_offsets), (n, k))
+    found = _spmm_sm80.Plan(col_indices, row_offsets, (n, k))
+    torch.cuda.current_stream(col_indices.device).synchronize()  # it is there for every stream
+    return found
 
 
 spmm_csr.plan = plan

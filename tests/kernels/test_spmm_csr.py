@@ -190,6 +190,29 @@ def test_a_plan_of_other_arrays_is_refused(device, normal, sparse):
         kernels.spmm_csr(normal(4, 30, device=device), csr[0], csr[1].clone(), csr[2], shape=(20, 30), plan=plan)
 
 
+def test_a_plan_fits_the_very_arrays_however_they_lie(monkeypatch):
+    monkeypatch.setattr(_spmm_sm80, "launch", lambda *args, **options: None)  # what is found is not looked at
+    both = torch.tensor([[0, 9], [2, 9], [1, 9]], dtype=torch.int32)
+    cols, row_offsets = both[:, 0], torch.tensor([0, 2, 3], dtype=torch.int32)
+    plan = _spmm_sm80.Plan(cols, row_offsets, (2, 3))
+    assert plan.fits(cols, row_offsets, (2, 3))
+    assert plan.fits(both[:, 0], row_offsets, [2, 3])
+    assert plan.cols.tolist() == [0, 2, 1]
+    for other in (both[:, 1], cols.clone(), both.view(-1)[:3]):
+        assert not plan.fits(other, row_offsets, (2, 3))
+    assert not plan.fits(cols, row_offsets, (2, 4))
+
+
+@pytest.mark.gpu
+def test_a_plan_of_strided_indices(normal, sparse):
+    w = sparse(40, 30, 0.3)
+    values, cols, row_offsets = to_csr(w, "cuda")
+    cols, x = torch.stack((cols, cols), dim=1)[:, 0], normal(100, 30, device="cuda")
+    plan = kernels.spmm_csr.plan(cols, row_offsets, shape=w.shape)
+    y = kernels.spmm_csr(x, values, cols, row_offsets, shape=w.shape, plan=plan)
+    assert torch.equal(y, kernels.spmm_csr(x, values, cols, row_offsets, shape=w.shape))
+
+
 def test_uint16_reaches_65536_columns(device, normal):
     row_offsets = torch.tensor([0, 1], dtype=torch.int32, device=device)
     col_indices = torch.tensor([65535], dtype=torch.int32, device=device).to(torch.uint16)
