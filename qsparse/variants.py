@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -24,9 +24,11 @@ from qsparse.quant import CalibrationWarning, QuantConfig, quantize, train_quant
 from qsparse.report import newest
 from qsparse.sparse import EmptyLayerWarning, SparseConfig, check_density, mask_density, prune, sparsify
 from qsparse.sparse.blocks import BlockWarning
-from qsparse.sparse.config import SCHEDULES, check_int8, choose
+from qsparse.sparse.config import DYNAMIC, SCHEDULES, check_int8, choose
+from qsparse.sparse.dynamic import check_dynamic, train_dynamically
 from qsparse.sparse.gradual import check_gradual, prune_gradually
 from qsparse.sparse.int8 import prune_jointly, quantize_kept
+from qsparse.sparse.lottery import rewind
 from qsparse.train.config import TrainConfig
 from qsparse.train.fit import fit
 from qsparse.train.progress import Display, say
@@ -125,14 +127,17 @@ def sparsify_run(
     run, device, console, measuring: as in `quantize_run`. finetune_epochs: epochs of training with the pruned weights
     held at zero, before they are dropped. Its learning rate decays linearly from `lr` (None: the run's own) to zero;
     all else is as the run was trained.
-    schedule: "one-shot", or "gradual": the density falls over `epochs` epochs of training, which the fine-tuning goes
-    on with (see `sparse/gradual.py`).
+    schedule: "one-shot", or what happens over `epochs` epochs of training, which the fine-tuning goes on with.
+    "gradual": the density falls (`sparse/gradual.py`). From the weights that the run began with: "rigl" and "set"
+    train a network that is sparse from the start (`sparse/dynamic.py`), where `distribution` left out is erk; "lottery"
+    trains what the pruner keeps of the trained one (`sparse/lottery.py`).
     dtype: "float32", or "int8": what stays is rounded, in the `order` of `sparse/int8.py`; the name begins with it.
     pruning: the other settings of a `SparseConfig`: pruner, distribution, min_density, pattern, block,
-    samples. seed: its
-    seed; None for the run's.
+    samples. seed: its seed; None for the run's.
     Raises UserError for a density outside (0, 1], an unknown format, and as `SparseConfig` and `quantize_run`.
     """
+    if schedule in DYNAMIC:
+        pruning = _start(schedule, pruning)
     sparse = SparseConfig(density=density, format=format, seed=seed or 0, **pruning)
     if finetune_epochs < 0:
         raise UserError(f"--finetune-epochs is {finetune_epochs}: it must be at least 0")
@@ -149,13 +154,16 @@ def sparsify_run(
     with _aloud(source, EmptyLayerWarning), _aloud(source, BlockWarning):
         if schedule == "gradual":
             model = source.model.replace({})
-            masks = _prune_gradually(source, model, sparse, config, epochs)
+            masks = _watched(prune_gradually, source, model, sparse, config, epochs)
+        elif schedule in DYNAMIC:
+            model = _initial(source)
+            masks = _watched(train_dynamically, source, model, sparse, config, epochs, schedule)
         elif order == "joint":
             model, masks = prune_jointly(source.model, sparse, source.dataset)
         else:
             model, masks = prune(source.model, sparse, source.dataset)
     details: dict[str, Any] = {
-        "method": sparse.pruner,
+        "method": schedule if schedule in DYNAMIC else sparse.pruner,
         "density_asked": sparse.density,
         "distribution": sparse.distribution,
         "min_density": sparse.min_density,
@@ -165,15 +173,18 @@ def sparsify_run(
         "prune_seed": sparse.seed,
         "samples": sparse.samples,
         "schedule": schedule,
-        "gradual_epochs": epochs,
+        "gradual_epochs": epochs if schedule == "gradual" else 0,
+        "schedule_epochs": epochs,
         "finetune_epochs": finetune_epochs,
     }
     if trained:
         details["finetune_lr"] = config.lr
-    if finetune_epochs and schedule != "gradual":
+    if schedule == "lottery":
+        model = rewind(_initial(source), masks)
+    if trained and schedule in ("one-shot", "lottery"):
         _finetune(source, model, masks, config)
     variant = sparse.variant + ("" if seed is None else f"-seed{seed}")
-    variant += f"-gradual{epochs}" if epochs else ""
+    variant += f"-{schedule}{epochs}" if epochs else ""
     variant += f"-ft{finetune_epochs}" if finetune_epochs else ""
     if dtype == "int8":
         details |= {"order": order, "computed_in": "float32"}  # exact integers; there is no int8 sparse kernel
@@ -255,10 +266,25 @@ def _quantized(source: _Source, config: QuantConfig) -> MLP:
 
 def _check_schedule(sparse: SparseConfig, schedule: str, epochs: int) -> None:
     choose("schedule", schedule, SCHEDULES)
-    if (schedule == "gradual") != (epochs > 0) or epochs < 0:
-        raise UserError(f"--epochs is {epochs}: it is of --schedule gradual, which needs at least 1")
+    if (schedule != "one-shot") != (epochs > 0) or epochs < 0:
+        of = "a --schedule other than one-shot" if schedule == "one-shot" else f"--schedule {schedule}"
+        raise UserError(f"--epochs is {epochs}: it is of {of}, which needs at least 1")
     if schedule == "gradual":
         check_gradual(sparse)
+    if schedule in DYNAMIC:
+        check_dynamic(sparse, schedule)
+
+
+def _start(schedule: str, pruning: dict[str, Any]) -> dict[str, Any]:
+    """The settings of where a dynamic training begins: anywhere, in numbers that are erk's unless others are asked."""
+    if pruning.get("pruner", SparseConfig.pruner) not in (SparseConfig.pruner, "random"):
+        raise UserError(f"{schedule} begins with random connections: give no pruner with it.")
+    return {**pruning, "pruner": "random", "distribution": pruning.get("distribution") or "erk"}
+
+
+def _initial(source: _Source) -> MLP:
+    """The network as the run's training began with it."""
+    return MLP(source.model.sizes, seed=source.config.seed).to(source.device)
 
 
 def _check_dtype(sparse: SparseConfig, dtype: str, order: str, epochs: int) -> None:
@@ -284,14 +310,13 @@ def _aloud(source: _Source, category: type[Warning]) -> Iterator[None]:
             warnings.warn_explicit(warning.message, warning.category, warning.filename, warning.lineno)
 
 
-def _prune_gradually(
-    source: _Source, model: MLP, sparse: SparseConfig, config: TrainConfig, epochs: int
+def _watched(
+    training: Callable[..., dict[str, torch.Tensor]], source: _Source, model: MLP, sparse: SparseConfig, *how: Any
 ) -> dict[str, torch.Tensor]:
-    """Train `model` in place, the density falling over the first `epochs` epochs, and return its masks."""
-    with Display(source.console or Console(quiet=True), config.epochs) as display:
-        return prune_gradually(
-            model, sparse, source.dataset, config, epochs, on_epoch=display.epoch_end, progress=display.progress
-        )
+    """Let `training` change `model`, with its progress shown, and return its masks. how: the configuration, ..."""
+    with Display(source.console or Console(quiet=True), how[0].epochs) as display:
+        watch = {"on_epoch": display.epoch_end, "progress": display.progress}
+        return training(model, sparse, source.dataset, *how, **watch)
 
 
 def _finetune(source: _Source, model: MLP, masks: dict[str, torch.Tensor], config: TrainConfig) -> None:

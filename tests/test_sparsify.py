@@ -174,7 +174,7 @@ def test_a_sweep_makes_one_table(run):
         (("--density", "0.5,2"), "outside (0, 1]"),
         (("--density", "0.5,0.5"), "give each once"),
         (("--density", 0.5, "--schedule", "gradual"), "needs at least 1"),
-        (("--density", 0.5, "--epochs", 2), "it is of --schedule gradual"),
+        (("--density", 0.5, "--epochs", 2), "it is of a --schedule other than one-shot"),
         (("--density", 0.5, "--lr", 0.1), "give --finetune-epochs too"),
         (("--pattern", "2:4", "--schedule", "gradual", "--epochs", 1), "none on the way"),
         (("--density", 0.5, "--pruner", "sparsegpt", "--schedule", "gradual", "--epochs", 1), "another pruner"),

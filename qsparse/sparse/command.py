@@ -98,9 +98,13 @@ def sparsify(
     seed: SeedOption = None,
     format: Annotated[Format, typer.Option(help="How the weights that stay are stored.")] = Format.csr,
     schedule: Annotated[
-        Schedule, typer.Option(help="Prune at once, or while training over --epochs.")
+        Schedule,
+        typer.Option(
+            help="Prune at once, or over --epochs of training: of the run (gradual), or from its first weights, sparse "
+            "from the start (rigl, set) or what pruning keeps (lottery)."
+        ),
     ] = Schedule.one_shot,
-    epochs: Annotated[int, typer.Option(min=0, help="Epochs over which --schedule gradual prunes.")] = 0,
+    epochs: Annotated[int, typer.Option(min=0, help="Epochs of training of a --schedule other than one-shot.")] = 0,
     finetune_epochs: FinetuneOption = 0,
     lr: Annotated[
         float | None, typer.Option(show_default="the run's", help="First learning rate of --schedule and fine-tuning.")

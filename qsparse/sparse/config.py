@@ -12,7 +12,8 @@ from qsparse.errors import UserError
 FORMATS = ("csr", "coo")
 PRUNERS = ("magnitude", "random", "wanda", "snip", "sparsegpt", "movement")
 DISTRIBUTIONS = ("global", "uniform", "erk")
-SCHEDULES = ("one-shot", "gradual")
+DYNAMIC = ("rigl", "set")
+SCHEDULES = ("one-shot", "gradual", *DYNAMIC, "lottery")
 ORDERS = ("prune-first", "joint")
 """Of pruning and rounding: see `int8.py`."""
 _WIDEST_GROUP = 32

@@ -24,6 +24,7 @@ from qsparse.sparse.config import SparseConfig
 from qsparse.sparse.pruning import prune
 from qsparse.train.config import TrainConfig
 from qsparse.train.fit import EpochEnd, Progress, fit
+from qsparse.train.torch_backend import TorchBackend
 
 
 def density_at(density: float, t: float) -> float:
@@ -75,8 +76,8 @@ def prune_gradually(
         if progress is not None:
             progress(now)
 
-    # The steps are PyTorch's or our kernels': they read the masks anew at each.
-    fit(model, dataset, dataclasses.replace(train, backend="auto"), masks=masks, on_epoch=on_epoch, progress=tighten)
+    # Step by step on a GPU too: a backend that takes an epoch at once would read the masks before it alone.
+    fit(model, dataset, train, masks=masks, on_epoch=on_epoch, progress=tighten, make=TorchBackend)
     with torch.no_grad():
         for name, layer in model.layers().items():
             layer.weight.masked_fill_(~masks[name], 0.0)
