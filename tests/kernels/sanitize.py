@@ -1,5 +1,7 @@
 """Launch every kernel at small shapes: `compute-sanitizer --tool memcheck python tests/kernels/sanitize.py`.
 
+With PYTORCH_NO_CUDA_MEMORY_CACHING=1 arrays have no neighbours, and what is read beyond one shows.
+
 Not a test by itself (pytest does not collect it): the sanitizer watches, and what is computed is checked elsewhere.
 """
 
@@ -99,6 +101,14 @@ def training() -> None:
     kernels.softmax_cross_entropy(normal(33, 10), torch.arange(33, device=DEVICE) % 10)
     parameter = normal(1000)
     kernels.sgd(parameter, normal(1000), normal(1000), lr=0.1, momentum=0.9, mask=parameter > 0)
+    images, order = torch.randint(0, 256, (70, 784), dtype=torch.uint8, device=DEVICE), torch.arange(70, device=DEVICE)
+    for sizes, batch in (((784, 64, 10), 64), ((784, 16, 3), 1), ((784, 9, 8, 1), 1)):
+        count = sum(n * (k + 1) for k, n in itertools.pairwise(sizes))
+        rates = torch.full((-(-len(order) // batch),), 0.1, device=DEVICE)
+        for mask in (None, torch.ones(count, dtype=torch.bool, device=DEVICE)):  # a mask is not for sm90
+            given = images, order % sizes[-1], order, rates, 0.1 * normal(count), normal(count), mask
+            for precision in ("highest", "high"):
+                kernels.train_mlp(*given, sizes=sizes, batch=batch, momentum=0.9, precision=precision)
 
 
 def main() -> int:
