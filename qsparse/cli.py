@@ -12,6 +12,7 @@ import enum
 import errno
 import io
 import os
+import re
 import sys
 from pathlib import Path
 from typing import Annotated, Any
@@ -44,6 +45,14 @@ _REFUSALS = {errno.EACCES, errno.EPERM, errno.EROFS, errno.ENAMETOOLONG, errno.E
 """What a system answers to a path or a write that is the user's: anywhere a file is touched, and nothing of ours."""
 
 
+def _out_of_memory(error: Exception) -> str | None:
+    """The sentence for what NumPy, CuPy (MemoryError) or PyTorch (RuntimeError) could not allocate; None for others."""
+    if not (isinstance(error, MemoryError) or re.search("OutOfMemory|can't allocate memory", repr(error))):
+        return None
+    asked = re.search(r"allocate ([\d.]+ \w+)", str(error))
+    return f"the memory does not hold this{f': {asked[1]} were asked for' if asked else ''}; ask for less at a time"
+
+
 class _Group(TyperGroup):
     """Turns the user's mistakes and Ctrl-C into a sentence and an exit code."""
 
@@ -58,6 +67,11 @@ class _Group(TyperGroup):
                 raise
             named = f"{error.filename}: " if error.filename else ""
             typer.echo(f"Error: {named}{error.strerror}", err=True)
+            raise typer.Exit(USER_ERROR) from None
+        except (MemoryError, RuntimeError) as error:
+            if not (sentence := _out_of_memory(error)):
+                raise
+            typer.echo(f"Error: {sentence}", err=True)
             raise typer.Exit(USER_ERROR) from None
         except KeyboardInterrupt as interrupt:
             typer.echo(f"\n{interrupt or 'interrupted'}", err=True)
@@ -272,7 +286,6 @@ def ladder(
     given = {"hidden": _hidden(hidden)} if hidden else {}
     config = TrainConfig(**given, epochs=epochs, batch_size=batch_size, lr=lr, seed=seed)
 
-    from qsparse import checkpoint
     from qsparse import data as datasets
     from qsparse.bench.harness import append
     from qsparse.train.ladder import ladder as climb
@@ -285,7 +298,7 @@ def ladder(
         say_on(console, sentence)
 
     if out is not None:
-        checkpoint.require_writable(out.parent)
+        append(out, ())  # refused now, and not after the training
     climbed = climb(datasets.load(data, validation, say), config, rounds=rounds, device=device.value, say=say)
     show(climbed.rows, text_stream(as_json))
     if out is not None:

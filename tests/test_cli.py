@@ -434,6 +434,31 @@ def test_python_m_qsparse():
 
 
 @pytest.mark.parametrize(
+    ("error", "asked"),
+    [
+        (MemoryError(), ""),
+        (RuntimeError("x: can't allocate memory: you tried to allocate 99 bytes. y"), ": 99 bytes were"),
+    ],
+)
+def test_too_little_memory_is_a_sentence(monkeypatch, error, asked):
+    def fail(**_):
+        raise error
+
+    monkeypatch.setattr("qsparse.demo.demo", fail)
+    result = CliRunner().invoke(cli.app, ["demo"])
+    assert result.exit_code == 2
+    assert result.stderr.startswith(f"Error: the memory does not hold this{asked}")
+
+
+def test_other_runtime_errors_keep_their_traceback(monkeypatch):
+    def fail(**_):
+        raise RuntimeError("a fault of ours")
+
+    monkeypatch.setattr("qsparse.demo.demo", fail)
+    assert isinstance(CliRunner().invoke(cli.app, ["demo"]).exception, RuntimeError)
+
+
+@pytest.mark.parametrize(
     ("streams", "environment"),
     [(">&-", {}), ("2>&-", {}), ("<&- >&- 2>&-", {}), ("", {"PYTHONIOENCODING": "ascii"}),
      ("", {"PYTHONIOENCODING": "utf-8:strict"})],

@@ -221,6 +221,8 @@ def bench(
         raise UserError("--dtype int8 has the forward product only: leave --layout out, or name --dtype float32")
     where = environment(device)
     rows: list[dict] = []
+    if out:
+        append(out, ())  # refused now, and not after the first measurement
 
     def keep(more: Iterable[dict]) -> None:
         more = list(more)

@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from qsparse.bench.telemetry import Telemetry, watch
+from qsparse.errors import UserError
 from qsparse.kernels import _load
 from qsparse.timing import graph_times, percentile, wall_times
 
@@ -359,10 +360,17 @@ def _finite(value: float) -> float | None:
 
 
 def append(path: Path, rows: Iterable[dict]) -> None:
-    """Add rows to a JSON-lines file, which need not exist."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with path.open("a") as file:
-        file.writelines(json.dumps(row, allow_nan=False) + "\n" for row in rows)
+    """Add rows to a JSON-lines file, which need not exist. Raises UserError where it cannot be written.
+
+    With no rows it only finds that out, before anything is measured.
+    """
+    lines = [json.dumps(row, allow_nan=False) + "\n" for row in rows]
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with path.open("a") as file:
+            file.writelines(lines)
+    except OSError as error:
+        raise UserError(f"--out {path}: the rows cannot be written there: {error.strerror}") from error
 
 
 def geometric_mean(values: Iterable[float]) -> float:

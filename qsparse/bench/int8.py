@@ -347,6 +347,8 @@ def bench(
     ceilings = Ceilings(copy_gbps(device)) if on_gpu else None
     read = read_gbps(device) if on_gpu and "gemm_weight_only" in ops else None
     rows: list[dict] = []
+    if out:
+        append(out, ())  # refused now, and not after the first measurement
 
     def time(op: str, shape: tuple[int, ...], make: Callable[[], list[Case]], gbps: float | None = None) -> None:
         say(f"{op} {','.join(map(str, shape))}")

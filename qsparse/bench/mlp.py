@@ -256,6 +256,8 @@ def bench(
     on_gpu = device.type == "cuda"
     where = environment(device)
     rows: list[dict] = []
+    if out:
+        append(out, ())  # refused now, and not after the first measurement
     for sizes in tuple(networks) or (NETWORKS if on_gpu else CPU_NETWORKS):
         for batch in tuple(batches) or (BATCHES if on_gpu else CPU_BATCHES):
             say(f"{'-'.join(map(str, sizes))}, batch {batch}")

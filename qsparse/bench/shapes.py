@@ -63,7 +63,7 @@ CPU_SPARSE: tuple[Shape, ...] = ((1024, 1024, 784), (64, 1024, 784), (1, 1024, 7
 
 
 def parse_shape(text: str) -> Shape:
-    """Turn "M,N,K" into three integers; UserError unless all three are there and at least 1."""
+    """Turn "M,N,K" into three integers; UserError unless all three are there, from 1 to 2^31 - 1."""
     found = _integers(text)
     if len(found) != 3:
         raise UserError(
@@ -74,7 +74,7 @@ def parse_shape(text: str) -> Shape:
 
 
 def parse_sizes(text: str) -> tuple[int, ...]:
-    """Turn "784,256,10" into a network's widths; UserError unless there are at least two, all at least 1."""
+    """Turn "784,256,10" into a network's widths; UserError unless there are at least two, from 1 to 2^31 - 1."""
     found = _integers(text)
     if len(found) < 2:
         raise UserError(f"--network {text!r} is none: give at least two widths above 0, such as --network 784,256,10")
@@ -82,9 +82,9 @@ def parse_sizes(text: str) -> tuple[int, ...]:
 
 
 def _integers(text: str) -> tuple[int, ...]:
-    """The integers of "1,2,3", or none if it holds anything else or one below 1."""
+    """The integers of "1,2,3", or none if it holds anything else, one below 1, or one that no int32 holds."""
     try:
         found = tuple(int(part) for part in text.replace("_", " ").split(","))  # int() would take "1_000"
     except ValueError:
         return ()
-    return found if min(found) >= 1 else ()
+    return found if min(found) >= 1 and max(found) < 2**31 else ()

@@ -274,6 +274,8 @@ def bench(
         raise UserError(f"--dtype {dtypes[-1]}: on a CPU sparse products compute in float32; leave it out")
     where = environment(device)
     rows: list[dict] = []
+    if out:
+        append(out, ())  # refused now, and not after the first measurement
     for dtype, shape, density in _cells(dtypes, shapes, tuple(densities) or DENSITIES):
         given = problem(shape, density, dtype, device)
         for op in ops:

@@ -132,6 +132,8 @@ def check_tensor(name: str, value, dtypes: tuple[torch.dtype, ...], shape: tuple
     if not isinstance(value, torch.Tensor):
         kind = f"{type(value).__module__}.{type(value).__name__}".removeprefix("builtins.")
         raise TypeError(f"{name} must be an array, of the same library as the others, got {kind}")
+    if value.layout is not torch.strided:
+        raise TypeError(f"{name} must be a dense array, got {value.layout}; spmm_csr and spmm_coo take its parts")
     if value.dtype not in dtypes:
         allowed = ", ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
         raise TypeError(f"{name} must be {allowed}, got {str(value.dtype).removeprefix('torch.')}")

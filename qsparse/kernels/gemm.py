@@ -178,7 +178,7 @@ def _repeat(x, w, bias, relu: bool, alpha: float):
     """The product, if an earlier call of the same kind went straight to ``sm90``; else None."""
     try:
         plan = _routes.get(_key(x, w, bias, relu))
-    except (AttributeError, TypeError):  # no tensors: the checks will say so
+    except (AttributeError, TypeError, RuntimeError):  # no dense tensors: the checks will say so
         return None
     if plan is None or (x.data_ptr() | w.data_ptr()) % 16:
         return None

@@ -159,7 +159,7 @@ def _repeat(arrays: tuple, relu: bool, out_dtype: torch.dtype) -> torch.Tensor |
     """The product, if an earlier call of the same kind needed no copies and no ``simt``; else None."""
     try:
         route = _routes.get(_key(arrays, out_dtype))
-    except (AttributeError, TypeError):  # no tensors: the checks will say so
+    except (AttributeError, TypeError, RuntimeError):  # no dense tensors: the checks will say so
         return None
     x, w, *values = arrays
     if route is None or (x.data_ptr() | w.data_ptr()) % 16:

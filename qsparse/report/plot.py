@@ -124,7 +124,8 @@ def _labels(rows: list[dict[str, Any]]) -> list[str]:
         + (f" ({device_name(row)})" if several_devices else "")
         for row in rows
     ]
-    # A name is no formula, and a legend leaves out what begins with an underscore.
+    # A name is no formula, may hold what is no character, and a legend leaves out what begins with an underscore.
+    labels = [label.encode(errors="replace").decode() for label in labels]
     return [("\u200b" if label.startswith("_") else "") + label.replace("$", r"\$") for label in labels]
 
 

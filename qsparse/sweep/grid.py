@@ -23,6 +23,7 @@ import hashlib
 import itertools
 import json
 import math
+import re
 import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -35,6 +36,8 @@ from qsparse.sparse import SparseConfig
 from qsparse.train.config import TrainConfig
 
 BASELINE = "baseline"
+_LONGEST_NAME = 100
+"""Characters of a directory's name, before the digest: a file system takes 255 bytes."""
 
 
 def _names(config: type, *others: str) -> tuple[str, ...]:
@@ -48,7 +51,7 @@ _FIELDS = {
     "sparsify": _names(SparseConfig, "finetune_epochs", "lr", "schedule", "epochs"),
     "measure": ("batches", "budget_s"),
 }
-_PAIRS = {"range"}
+_PAIRS = {"range", "weight_range"}
 """Fields whose one value is a list of numbers: they are swept by a list of lists."""
 
 
@@ -75,7 +78,8 @@ class Cell:
         """The name of the network's directory, which differs where any setting does."""
         hidden = "-".join(map(str, _as_list(self.train.get("hidden", TrainConfig.hidden)))) or "0"
         digest = hashlib.blake2b(key(dict(self.train)).encode(), digest_size=3).hexdigest()
-        return f"{hidden}-seed{self.train.get('seed', TrainConfig.seed)}-{digest}"
+        name = re.sub(r"[^a-z0-9-]", "_", f"{hidden}-seed{self.train.get('seed', TrainConfig.seed)}", flags=re.I)
+        return f"{name[:_LONGEST_NAME]}-{digest}"
 
     @property
     def title(self) -> str:
@@ -150,6 +154,10 @@ def _combinations(path: str | Path, kind: str, table: Mapping[str, Any]) -> list
         values[name] = [value] if single else value
         if not values[name]:
             raise UserError(f"{path}: [{kind}] lists no value of {name}")
+        try:
+            json.dumps(values[name], allow_nan=False)
+        except (TypeError, ValueError):
+            raise UserError(f"{path}: [{kind}] {name} holds a date, NaN or infinity, which no option is") from None
     if "hidden" in values:
         values["hidden"] = [_as_list(width) for width in values["hidden"]]
     return [dict(zip(values, each, strict=True)) for each in itertools.product(*values.values())]

@@ -6,6 +6,7 @@ import torch
 
 from qsparse.bench import harness
 from qsparse.bench.harness import Call, Contender, Error, Measurement, Reference, Tolerance
+from qsparse.errors import UserError
 from qsparse.kernels import _load
 
 CPU = torch.device("cpu")
@@ -194,6 +195,14 @@ def test_rows_are_appended(tmp_path):
     harness.append(path, [{"a": 1}])
     harness.append(path, [{"a": 2}, {"a": 3}])
     assert [json.loads(line)["a"] for line in path.read_text().splitlines()] == [1, 2, 3]
+
+
+def test_a_place_for_rows_that_is_none_is_refused_without_rows_too(tmp_path):
+    (tmp_path / "file").write_text("mine")
+    for path in (tmp_path, tmp_path / "file" / "rows.jsonl"):
+        with pytest.raises(UserError, match=r"--out .* the rows cannot be written there: (Is a directory|File exists)"):
+            harness.append(path, ())
+    assert (tmp_path / "file").read_text() == "mine"
 
 
 def test_the_geometric_mean():

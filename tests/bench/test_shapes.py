@@ -10,7 +10,7 @@ def test_a_shape_is_three_integers(text, shape):
 
 
 @pytest.mark.parametrize(
-    "text", ["", "4096", "1,2", "1,2,3,4", "0,1,1", "-1,2,3", "a,b,c", "1.5,2,3", "1_0,2,3", "1;2;3"]
+    "text", ["", "4096", "1,2", "1,2,3,4", "0,1,1", "-1,2,3", "a,b,c", "1.5,2,3", "1_0,2,3", "1;2;3", "1,2,2147483648"]
 )
 def test_anything_else_is_refused_with_what_came(text):
     with pytest.raises(UserError, match="--shapes") as error:

@@ -321,6 +321,17 @@ def test_another_device_is_named(call, name):
             function(*changed, **options)
 
 
+@pytest.mark.parametrize("device", ["cpu"])
+@pytest.mark.parametrize("layout", [torch.sparse_coo, torch.sparse_csr])
+@pytest.mark.filterwarnings("ignore:Sparse CSR tensor support:UserWarning")
+def test_a_sparse_tensor_is_named(call, layout):
+    function, args, options = call
+    for at in (at for at, value in enumerate(args) if value.dim() == 2):
+        changed = [value.to_sparse(layout=layout) if i == at else value for i, value in enumerate(args)]
+        with pytest.raises(TypeError, match=r"^\w+ must be a dense array, got torch\.sparse_"):
+            function(*changed, **options)
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("device", ["cuda:0"])
 def test_cpu_and_cuda_are_not_mixed(call):

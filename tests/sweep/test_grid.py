@@ -56,6 +56,18 @@ def test_a_range_is_one_value(tmp_path):
     assert [cell.options["range"] for cell in cells[1:]] == [[0, 6], [0, 8]]
 
 
+def test_a_range_of_weights_is_one_value_too(tmp_path):
+    cells = read(tmp_path, "[quantize]\nweight_range = [-1, 1]\n").cells
+    assert [cell.options["weight_range"] for cell in cells[1:]] == [[-1, 1]]
+
+
+@pytest.mark.parametrize("train", ["hidden = '../../x'", "seed = '/../x'", f"hidden = [{[4] * 200}]"])
+def test_no_setting_leads_out_of_the_networks_directory(tmp_path, train):
+    name = read(tmp_path, f"[train]\n{train}\n").cells[0].network
+    assert "/" not in name
+    assert len(name) < 128
+
+
 def test_the_order_of_settings_does_not_count(tmp_path):
     one = read(tmp_path, "[quantize]\ndtype = 'int4'\nsimulate = true\n").cells[1]
     other = read(tmp_path, "[quantize]\nsimulate = true\ndtype = 'int4'\n").cells[1]
@@ -78,6 +90,8 @@ def test_the_order_of_settings_does_not_count(tmp_path):
         ("[measure]\nbudget_s = true", "budget_s"),
         ("a = " + "[" * 50_000, "nested too deeply"),
         ("[train", "TOML"),
+        ("[train]\nseed = 2026-11-30", r"\[train\] seed holds a date"),
+        ("[quantize]\npercentile = nan", r"\[quantize\] percentile holds a date, NaN"),
     ],
 )
 def test_refusals_name_what_is_wrong(tmp_path, text, named):
