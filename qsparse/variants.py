@@ -132,8 +132,8 @@ def sparsify_run(
     train a network that is sparse from the start (`sparse/dynamic.py`), where `distribution` left out is erk; "lottery"
     trains what the pruner keeps of the trained one (`sparse/lottery.py`).
     dtype: "float32", or "int8": what stays is rounded, in the `order` of `sparse/int8.py`; the name begins with it.
-    pruning: the other settings of a `SparseConfig`: pruner, distribution, min_density, pattern, block,
-    samples. seed: its seed; None for the run's.
+    pruning: the other settings of a `SparseConfig`: pruner, distribution, min_density, pattern, permute,
+    block, samples. seed: its seed; None for the run's.
     Raises UserError for a density outside (0, 1], an unknown format, and as `SparseConfig` and `quantize_run`.
     """
     if schedule in DYNAMIC:
@@ -168,6 +168,7 @@ def sparsify_run(
         "distribution": sparse.distribution,
         "min_density": sparse.min_density,
         "pattern": sparse.pattern,
+        "permute": sparse.permute,
         "block": sparse.block,
         "layer_density": {name: mask_density({name: mask}) for name, mask in masks.items()},
         "prune_seed": sparse.seed,

@@ -61,6 +61,9 @@ PatternOption = Annotated[
         metavar="N:M", show_default=False, help="Instead of --density: N of each M weights of a row stay, as 2:4."
     ),
 ]
+PermuteOption = Annotated[
+    bool, typer.Option("--permute", help="Of --pattern: search an order of the columns in which it costs less.")
+]
 BlockOption = Annotated[
     str | None,
     typer.Option(metavar="RxC", show_default=False, help="Whole blocks of R rows and C columns stay, as 1x16."),
@@ -88,6 +91,7 @@ def sparsify(
     density: DensityOption = None,
     run: RunArgument = None,
     pattern: PatternOption = None,
+    permute: PermuteOption = False,
     block: BlockOption = None,
     pruner: Annotated[
         Pruner, typer.Option(help="What ranks the weights; all but magnitude and random look at training images.")
@@ -124,6 +128,7 @@ def sparsify(
         distribution=distribution.value if distribution else None,
         min_density=min_density,
         pattern=pattern,
+        permute=permute,
         block=block,
         seed=seed,
         schedule=schedule.value,
@@ -144,6 +149,7 @@ def compress(
         Order, typer.Option(help="Prune, then round what stays; or SparseGPT prunes and rounds in one pass.")
     ] = Order.prune_first,
     pattern: PatternOption = None,
+    permute: PermuteOption = False,
     block: BlockOption = None,
     pruner: Annotated[
         Pruner | None, typer.Option(show_default="magnitude, of joint sparsegpt", help="As of sparsify.")
@@ -172,6 +178,7 @@ def compress(
         distribution=distribution.value if distribution else None,
         min_density=min_density,
         pattern=pattern,
+        permute=permute,
         block=block,
         seed=seed,
         finetune_epochs=finetune_epochs,

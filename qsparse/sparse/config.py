@@ -33,6 +33,8 @@ class SparseConfig:
     min_density: no layer keeps less than this fraction of its weights, in [0, density]; where it is above 0, no layer
         is left without a weight.
     pattern: "N:M", of each M consecutive weights of a row N stay (2:4, 1:4, 4:8 ...): 1 <= N < M <= 32. None: anywhere.
+    permute: with a pattern, search an order of each layer's columns in which it costs less (`permutation.py`). What
+        stays is N:M in that order.
     block: "RxC", whole blocks of R rows and C columns stay (1x16, 16x16 ...), each side up to 1024. Each layer then
         keeps less than one block fewer than its share. None: single weights.
     format: how the weights that stay are stored, "csr" or "coo".
@@ -47,6 +49,7 @@ class SparseConfig:
     distribution: str | None = None
     min_density: float = 0.0
     pattern: str | None = None
+    permute: bool = False
     block: str | None = None
     format: str = "csr"
     samples: int = 2048
@@ -61,6 +64,8 @@ class SparseConfig:
             value = getattr(self, field)
             if not isinstance(value, int) or isinstance(value, bool) or not least <= value < 2**63:
                 raise UserError(f"{field} is {value}: it must be a whole number, at least {least}")
+        if self.permute and (self.pattern is None or self.pruner == "sparsegpt"):
+            raise UserError("permute orders columns for a pattern, by scores: give one, and a pruner but sparsegpt.")
         if self.block is not None:
             parse_block(self.block)
             if self.pattern is not None:
@@ -84,6 +89,7 @@ class SparseConfig:
         """A name that tells this pruning from others: what is not the default stands in it, such as csr-0.1-wanda."""
         parts = [self.format, str(self.density) if self.pattern is None else self.pattern.replace(":", "of")]
         parts += [] if self.block is None else [self.block]
+        parts += ["permuted"] if self.permute else []
         if self.pruner != SparseConfig.pruner:
             parts.append(self.pruner)
         if self.distribution not in (None, _OWN_DISTRIBUTION.get(self.pruner, "global")):

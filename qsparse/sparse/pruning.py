@@ -22,6 +22,7 @@ from qsparse.sparse.distribution import layer_counts
 from qsparse.sparse.magnitude import magnitude_scores
 from qsparse.sparse.masks import largest, largest_of_each_group, largest_of_each_row, warn_of_empty
 from qsparse.sparse.movement import movement_scores
+from qsparse.sparse.permutation import best_permutation, permuted_mask
 from qsparse.sparse.random_scores import random_scores
 from qsparse.sparse.snip import snip_scores
 from qsparse.sparse.sparsegpt import sparsegpt, sparsegpt_scores
@@ -138,7 +139,10 @@ def _scores(pruner: str, w: Tensor, inputs: Tensor | None) -> Tensor:
 
 def _mask(scores: Tensor, config: SparseConfig, count: int | None) -> Tensor:
     if config.pattern is not None:
-        return largest_of_each_group(scores, *parse_pattern(config.pattern))
+        n, m = parse_pattern(config.pattern)
+        if config.permute:
+            return permuted_mask(scores, n, m, best_permutation(scores, n, m, seed=config.seed))
+        return largest_of_each_group(scores, n, m)
     if config.block is not None:
         return largest_blocks(scores, count, parse_block(config.block))
     return largest_of_each_row(scores, count) if config.pruner == "wanda" else largest(scores, count)
