@@ -273,6 +273,8 @@ def load(path: str | Path, device: str | torch.device = "cpu") -> MLP:
     Raises UserError, in a sentence, when there is no such run, when its training is not done, when the file is
     truncated, foreign or does not fit its own description, and, naming the layer, when it holds NaN or infinite values.
     """
+    if not isinstance(path, str | os.PathLike):
+        raise TypeError(f"path must be a run's directory, as a text or a Path, got {type(path).__name__}")
     file = _model_file(Path(path))
     target = resolve_device(device) if isinstance(device, str) else device
     tensors, header = _read_safetensors(file)
@@ -494,6 +496,8 @@ def _read_json(path: Path) -> Any:
 def _read_safetensors(path: Path) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
     """Return the tensors (on the CPU) and the header of a safetensors file."""
     try:
+        with open(path, "rb"):  # its error says why; the next one's calls every file that it cannot open missing
+            pass
         with safe_open(path, framework="pt") as file:
             return {name: file.get_tensor(name) for name in file.keys()}, file.metadata() or {}  # noqa: SIM118
     except SafetensorError as error:

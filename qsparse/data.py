@@ -108,6 +108,8 @@ def load(data: str = "auto", validation: int | None = None, say: Callable[[str],
     failed (for "mnist"), or the validation size that leaves nothing to train on.
     """
     say = say or (lambda _: None)
+    if not isinstance(data, str | os.PathLike):
+        raise TypeError(f"data must be a name or a directory, got {type(data).__name__}")
     if data == "mnist-5k":
         found = _read_subset()
     elif data in ("auto", "mnist"):
@@ -312,6 +314,8 @@ def _split(paths: dict[str, Path], contents: dict[str, bytes], images_stem: str,
 def _validation_size(found: _Found, asked: int | None) -> int:
     if asked is None:
         return {"mnist": 5000, "mnist-5k": 500}.get(found.name, len(found.train) // 12)
+    if not isinstance(asked, int):
+        raise TypeError(f"validation must be a number of images, got {asked!r}")
     if not 0 <= asked < len(found.train):
         raise UserError(
             f"--validation {asked} does not fit: {found.source} has {len(found.train)} training images, of which 0 to "

@@ -15,8 +15,11 @@ def dense_layers(model: MLP, verb: str) -> dict[str, Linear]:
         verb: what is about to happen ("quantize", "sparsify"), for the message.
 
     Raises:
+        TypeError: the model is none of ours.
         UserError: a layer is already quantized or sparse, or holds NaN or Inf; the message names the layer.
     """
+    if not isinstance(model, MLP):
+        raise TypeError(f"model must be a qsparse.models.MLP, as qsparse.load returns, got {type(model).__name__}")
     for name, layer in model.layers().items():
         if not isinstance(layer, Linear):
             raise UserError(

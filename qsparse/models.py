@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Sequence
+from numbers import Integral
 
 import torch
 
@@ -25,11 +26,13 @@ class MLP(torch.nn.Module):
         device.
 
     Calling it with images ``(M, sizes[0])``, as uint8 pixels (normalised here) or as normalised floats, gives logits
-    ``(M, sizes[-1])`` float32.
+    ``(M, sizes[-1])`` float32. Raises TypeError and ValueError for sizes and images that are none.
     """
 
     def __init__(self, sizes: Sequence[int], *, seed: int = 0):
         super().__init__()
+        if not (isinstance(sizes, Sequence) and all(isinstance(size, Integral) for size in sizes)):
+            raise TypeError(f"sizes must be a sequence of integers, got {sizes!r}")
         if len(sizes) < 2 or any(size < 1 for size in sizes):
             raise ValueError(f"sizes must be at least two positive widths, got {tuple(sizes)}")
         last = len(sizes) - 1
@@ -54,9 +57,13 @@ class MLP(torch.nn.Module):
         return _dtype_of(next(self.children()))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
+        layers = list(self.children())
+        if not isinstance(x, torch.Tensor):
+            raise TypeError(f"x must be a torch.Tensor, got {type(x).__name__}")
+        if x.shape[-1:] != (layers[0].in_features,):
+            raise ValueError(f"x must have shape (M, {layers[0].in_features}), got {tuple(x.shape)}")
         if x.dtype == torch.uint8:
             x = normalize(x, self.input_dtype)
-        layers = list(self.children())
         if nn.is_quant_network(layers):
             return nn.quant_network(layers, x if x.dtype in _FLOATS else x.float())
         for layer in layers:

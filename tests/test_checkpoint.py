@@ -205,6 +205,12 @@ def test_a_foreign_config_is_refused(text):
             read("theirs")
 
 
+@pytest.mark.parametrize("path", [None, 5, b"runs/1", ["runs/1"]])
+def test_a_path_of_another_kind_is_named(path):
+    with pytest.raises(TypeError, match=r"^path must be a run's directory, as a text or a Path, got"):
+        checkpoint.load(path)
+
+
 def test_a_variant_that_lost_its_weights_is_not_called_an_unfinished_training(saved, model):
     checkpoint.save_model(saved / "int8", quant.quantize(model, "int8"), {"variant": "int8"}).unlink()
     with pytest.raises(UserError, match=r"runs/1/int8 holds no model\.safetensors: compress the run again"):

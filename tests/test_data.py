@@ -418,6 +418,16 @@ class TestSubset:
         with pytest.raises(UserError, match=f"--validation {size} does not fit: .* 4000 training images.* 0 to 3999"):
             data.load("mnist-5k", validation=size)
 
+    @pytest.mark.parametrize("size", ["5", 1.5])
+    def test_a_validation_size_of_another_kind(self, size):
+        with pytest.raises(TypeError, match=r"^validation must be a number of images, got"):
+            data.load("mnist-5k", validation=size)
+
+    @pytest.mark.parametrize("name", [None, 5])
+    def test_a_name_of_another_kind(self, name):
+        with pytest.raises(TypeError, match=r"^data must be a name or a directory, got"):
+            data.load(name)
+
 
 class TestLocate:
     def test_nothing_here(self, own_cache, no_network):

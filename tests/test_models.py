@@ -8,8 +8,9 @@ import json
 import pytest
 import torch
 
-from qsparse import models, nn
+from qsparse import models, nn, quantize, sparsify
 from qsparse.data import normalize
+from qsparse.sparse import SparseConfig
 
 
 @pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
@@ -84,6 +85,31 @@ def test_the_seed_decides_the_weights_and_nothing_else_moves():
 def test_sizes_that_cannot_be(sizes):
     with pytest.raises(ValueError, match=r"^sizes must be at least two positive widths, got"):
         models.MLP(sizes)
+
+
+@pytest.mark.parametrize("sizes", [None, 5, "784", (784, "10"), (784, 1.5)], ids=str)
+def test_sizes_that_are_none(sizes):
+    with pytest.raises(TypeError, match=r"^sizes must be a sequence of integers, got"):
+        models.MLP(sizes)
+
+
+@pytest.mark.parametrize(
+    "compress", [lambda m: m, lambda m: quantize(m, "int8"), lambda m: sparsify(m, SparseConfig(0.5))]
+)
+def test_images_that_are_none_are_named(compress):
+    model = compress(models.MLP((784, 32, 10)))
+    for x in (torch.zeros(2, 28, 28), torch.zeros(2, 783), torch.tensor(1.0)):
+        with pytest.raises(ValueError, match=r"^x must have shape \(M, 784\), got"):
+            model(x)
+    with pytest.raises(TypeError, match=r"^x must be a torch\.Tensor, got ndarray"):
+        model(torch.zeros(2, 784).numpy())
+
+
+@pytest.mark.parametrize("model", [None, torch.nn.Linear(3, 2)], ids=str)
+def test_a_model_of_another_kind_is_named(model):
+    for call in (lambda: quantize(model, "int8"), lambda: sparsify(model, SparseConfig(0.5))):
+        with pytest.raises(TypeError, match=r"^model must be a qsparse\.models\.MLP"):
+            call()
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])

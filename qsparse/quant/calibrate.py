@@ -27,6 +27,10 @@ def observer(config: QuantConfig) -> ranges.MinMax:
 
 def sample(images: Tensor, samples: int) -> Tensor:
     """At most `samples` rows of images (S, K), chosen without order: data may come sorted by label. Always the same."""
+    if not isinstance(images, Tensor):
+        raise TypeError(f"calibration_data must be a torch.Tensor of images (S, K), got {type(images).__name__}")
+    if images.dim() != 2:
+        raise ValueError(f"calibration_data must have shape (S, K), got {tuple(images.shape)}")
     if not len(images):
         raise UserError(
             "There are no calibration data: they are the validation split, so train with --validation above 0."

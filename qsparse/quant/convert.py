@@ -43,12 +43,15 @@ def quantize(model: MLP, config: str | QuantConfig, calibration_data: Tensor | N
         CalibrationWarning: the data say little about a layer.
 
     Raises:
+        TypeError, ValueError: an argument of another type, images of another shape.
         UserError: unknown dtype, a layer that is not there, a model that is already quantized or sparse, a weight that
             is NaN or Inf or that does not fit `dtype`, calibration data that are missing or not finite; the message
             names the layer.
     """
     if isinstance(config, str):
         config = QuantConfig(config)
+    if not isinstance(config, QuantConfig):
+        raise TypeError(f"config must be a QuantConfig or the name of a dtype, got {type(config).__name__}")
     if config.qat_epochs:
         raise UserError("--qat-epochs trains: call qsparse.quant.train_quantized, which takes training images too.")
     prepared = prepare(model, config, calibration_data)

@@ -47,11 +47,15 @@ class TrainConfig:
     precision: str = "fp32"
 
     def __post_init__(self) -> None:
+        _require(isinstance(self.hidden, tuple | list), "hidden", self.hidden, "a list of widths")
         object.__setattr__(self, "hidden", tuple(self.hidden))
         for width in self.hidden:
             _require(_is_count(width, 1), "hidden", width, "a width from 1 to 2^31 - 1")
         _require(_is_count(self.epochs, 1), "epochs", self.epochs, "a count from 1 to 2^31 - 1")
         _require(_is_count(self.batch_size, 1), "batch_size", self.batch_size, "a count from 1 to 2^31 - 1")
+        for field in ("lr", "momentum", "weight_decay"):
+            value = getattr(self, field)
+            _require(isinstance(value, int | float) and not isinstance(value, bool), field, value, "a number")
         _require(0 < self.lr <= _LARGEST, "lr", self.lr, "a finite float32 above 0")
         _require(0 <= self.momentum < 1, "momentum", self.momentum, "a number in [0, 1)")
         _require(0 <= self.weight_decay <= _LARGEST, "weight_decay", self.weight_decay, "a finite float32, 0 or above")

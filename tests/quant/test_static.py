@@ -278,3 +278,22 @@ def test_torch_compile_takes_it_whole(model, config, device):
     compiled = torch.compile(quantized, fullgraph=True, backend="aot_eager")
     with torch.no_grad():
         torch.testing.assert_close(compiled(x), quantized(x))
+
+
+@pytest.mark.parametrize("config", [None, 5, {"dtype": "int8"}])
+def test_a_configuration_of_another_kind_is_named(config):
+    with pytest.raises(TypeError, match=r"^config must be a QuantConfig or the name of a dtype"):
+        quantize(MLP((4, 3)), config)
+
+
+@pytest.mark.parametrize(
+    ("images", "error", "message"),
+    [
+        ([[1.0] * 4], TypeError, r"^calibration_data must be a torch\.Tensor of images \(S, K\), got list"),
+        (torch.ones(4), ValueError, r"^calibration_data must have shape \(S, K\), got \(4,\)"),
+        (torch.ones(2, 3), ValueError, r"^x must have shape \(M, 4\), got \(2, 3\)"),
+    ],
+)
+def test_calibration_data_that_are_none_are_named(images, error, message):
+    with pytest.raises(error, match=message):
+        quantize(MLP((4, 3)), QuantConfig(activations="static", calibration="minmax"), images)
