@@ -73,7 +73,7 @@ def test_layers_are_the_same_in_any_order_and_their_names_tell_them_apart():
     [
         ({"layers": {"fc1": "int9"}}, "Unknown dtype 'int9'; the valid ones are fp32, fp16"),
         ({"dtype": "fp32"}, "Unknown dtype 'fp32'; the valid ones are fp16"),
-        ({"dtype": "fp32", "layers": {"fc1": "fp32"}}, "Unknown dtype 'fp32'"),
+        ({"dtype": "fp32", "layers": {"fc1": "fp32"}}, "All layers stay fp32"),
         ({"layers": {"fc1": "int3wo"}}, "int3wo has no kernel: add --simulate"),
         ({"dtype": "fp32", "layers": {"fc1": "fp16"}, "granularity": "tensor"}, "fp16 is a rounding of every number"),
         ({"dtype": "fp32", "layers": {"fc1": "int4wo"}, "simulate": True, "activations": "static",
