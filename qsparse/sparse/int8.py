@@ -4,7 +4,8 @@ Symbols: W (N, K) the weights of a layer, m its mask, s (N,) one scale an output
 
     prune-first  a pruner chooses m, and fine-tuning may follow; then s = max |W| of what stays of a row / 127
     joint        SparseGPT and the rounding in one pass: the columns to the right make up for what pruning and rounding
-                 lose of a column; s = max |W| of the row before it / 127. Frantar & Alistarh, "SparseGPT", 2023, 3.5.
+                 lose of a column. s is that of a pass that only prunes, by which what stays has grown beyond the scale
+                 of the dense row. Frantar & Alistarh, "SparseGPT", 2023, section 3.5.
 """
 
 from __future__ import annotations
@@ -42,7 +43,8 @@ def compress(model: MLP, config: SparseConfig, dataset: Dataset | None = None, o
 
 def prune_jointly(model: MLP, config: SparseConfig, dataset: Dataset | None) -> tuple[MLP, dict[str, Tensor]]:
     """`model` pruned and rounded in one pass, and the masks: layer name -> (N, K) bool."""
-    scales = {name: _scales(layer.weight) for name, layer in dense_layers(model, "sparsify").items()}
+    alone, _ = prune(model, config, dataset)
+    scales = {name: _scales(layer.weight) for name, layer in alone.layers().items()}
     pruned, masks = prune(model, config, dataset, rounding={name: partial(_round, s=s) for name, s in scales.items()})
     return quantize_kept(pruned, masks, scales), masks
 
