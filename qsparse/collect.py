@@ -15,6 +15,7 @@ from qsparse.errors import UserError
 from qsparse.report import flaw, newest, png
 from qsparse.report.inside import Insides
 from qsparse.report.page import html as write_page
+from qsparse.report.plot import require_picture
 from qsparse.train.progress import say, shortest
 
 _MODEL = "mlp"
@@ -54,8 +55,7 @@ def collect(
     named = [_find(run) for run in runs] or checkpoint.runs() or [checkpoint.newest_run()]
     named = list({run.resolve(): run for run in named}.values())  # each once, however it is spelt
     picture = Path(out) if out is not None else _beside(named) / "report.png"
-    if picture.suffix.lower() != ".png" or picture.is_dir():
-        raise UserError(f"--out {picture} is no picture: give it a name that ends in .png")
+    require_picture(picture)
     page = None if html is None else Path(html)
     if page is not None and (page.suffix.lower() not in (".html", ".htm") or page.is_dir()):
         raise UserError(f"--html {page} is no page: give it a name that ends in .html")

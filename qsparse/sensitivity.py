@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import sys
+import warnings
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -21,7 +22,7 @@ from qsparse.measure import environment
 from qsparse.models import MLP
 from qsparse.quant import DTYPES, QuantConfig, budget, quantize
 from qsparse.quant.config import FLOAT32
-from qsparse.sparse import SparseConfig, prune, sparsify
+from qsparse.sparse import EmptyLayerWarning, SparseConfig, prune, sparsify
 from qsparse.train.fit import evaluate
 from qsparse.train.progress import say
 from qsparse.train.run import load_dataset
@@ -156,7 +157,9 @@ def _variants(
     model: MLP, dtypes: Sequence[str], sparse: Sequence[SparseConfig]
 ) -> Iterator[tuple[str, dict[str, Any], MLP]]:
     """Every model to measure: the layer that is compressed, how, and the model; last all layers at once."""
-    sparsified = [sparsify(*prune(model, config)) for config in sparse]
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", EmptyLayerWarning)  # the rows show what that costs
+        sparsified = [sparsify(*prune(model, config)) for config in sparse]
     for name in (*model.layers(), ALL):
         for dtype in dtypes:
             config = _config(dtype, None if name == ALL else name)

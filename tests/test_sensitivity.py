@@ -161,3 +161,11 @@ def test_a_heat_map_of_any_rows(tmp_path):
     heat_map([row("fc1", "int8", 0.0, 5)], path)
     with pytest.raises(UserError, match="Cannot write the picture"):
         heat_map(rows, tmp_path / "nowhere" / "heat.png")
+
+
+def test_the_heat_map_takes_no_other_file_s_place(tmp_path):
+    (tmp_path / "config.json").write_text("mine")
+    result = CliRunner().invoke(cli.app, ["sensitivity", "--out", str(tmp_path / "config.json")])
+    assert (result.exit_code, result.stdout) == (2, "")
+    assert "is no picture: give it a name that ends in .png" in result.stderr
+    assert (tmp_path / "config.json").read_text() == "mine"

@@ -360,10 +360,13 @@ def _finite(value: float) -> float | None:
 
 
 def append(path: Path, rows: Iterable[dict]) -> None:
-    """Add rows to a JSON-lines file, which need not exist. Raises UserError where it cannot be written.
+    """Add rows to a JSON-lines file, which need not exist. Raises UserError where it cannot be written,
+    and for another name than *.jsonl: that may be somebody's file.
 
     With no rows it only finds that out, before anything is measured.
     """
+    if path.suffix != ".jsonl":
+        raise UserError(f"--out {path} is no file of rows: give it a name that ends in .jsonl")
     lines = [json.dumps(row, allow_nan=False) + "\n" for row in rows]
     try:
         path.parent.mkdir(parents=True, exist_ok=True)

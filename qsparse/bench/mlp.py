@@ -35,6 +35,7 @@ from qsparse.bench.harness import (
 from qsparse.bench.int8 import quantized, scaled
 from qsparse.bench.peers import pytorch, torchao
 from qsparse.bench.tables import show_networks
+from qsparse.errors import UserError
 from qsparse.measure import BATCHES, environment
 from qsparse.models import MLP
 from qsparse.quant import QuantConfig, quantize
@@ -255,6 +256,9 @@ def bench(
     """
     on_gpu = device.type == "cuda"
     where = environment(device)
+    batches = tuple(batches)
+    if any(batch >= 2**31 for batch in batches):
+        raise UserError(f"--batch is {max(batches)}: it must be at most 2^31 - 1")
     rows: list[dict] = []
     if out:
         append(out, ())  # refused now, and not after the first measurement

@@ -193,9 +193,12 @@ def sensitivity(
     from qsparse import variants
     from qsparse.report import show as show_rows
     from qsparse.report.heat import heat_map
+    from qsparse.report.plot import require_picture
     from qsparse.sensitivity import Budget, points, show
     from qsparse.sensitivity import sensitivity as measure_each
 
+    if out is not None:
+        require_picture(out)
     wanted = budget_bytes is not None or budget_drop is not None
     console, text = progress_console(), text_stream(as_json)
     found = measure_each(

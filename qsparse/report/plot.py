@@ -51,6 +51,12 @@ def png(rows: list[dict[str, Any]], path: str | os.PathLike[str], *, batch: int 
     return write(figure, path)
 
 
+def require_picture(path: Path) -> None:
+    """Raise UserError unless `path` is named as a picture: under another name it may be somebody's file."""
+    if path.suffix.lower() != ".png" or path.is_dir():
+        raise UserError(f"--out {path} is no picture: give it a name that ends in .png")
+
+
 def write(figure: Figure, path: str | os.PathLike[str]) -> Path:
     """Write a PNG whole or not at all; returns the path. Raises UserError where it cannot be written."""
     path = Path(path)

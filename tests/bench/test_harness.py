@@ -199,10 +199,18 @@ def test_rows_are_appended(tmp_path):
 
 def test_a_place_for_rows_that_is_none_is_refused_without_rows_too(tmp_path):
     (tmp_path / "file").write_text("mine")
-    for path in (tmp_path, tmp_path / "file" / "rows.jsonl"):
+    (tmp_path / "a.jsonl").mkdir()
+    for path in (tmp_path / "a.jsonl", tmp_path / "file" / "rows.jsonl"):
         with pytest.raises(UserError, match=r"--out .* the rows cannot be written there: (Is a directory|File exists)"):
             harness.append(path, ())
     assert (tmp_path / "file").read_text() == "mine"
+
+
+def test_no_file_but_of_rows_is_appended_to(tmp_path):
+    (tmp_path / "config.json").write_text("{}")
+    with pytest.raises(UserError, match=r"config\.json is no file of rows: give it a name that ends in \.jsonl"):
+        harness.append(tmp_path / "config.json", [{"a": 1}])
+    assert (tmp_path / "config.json").read_text() == "{}"
 
 
 def test_the_geometric_mean():

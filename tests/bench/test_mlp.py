@@ -133,3 +133,9 @@ def test_a_run_on_the_gpu():
         assert row["us"] > 0
         assert row["tier"] != "cpu"
         assert row["launches"]
+
+
+def test_a_batch_that_no_int32_holds_is_refused():
+    result = CliRunner().invoke(cli.app, ["bench", "mlp", "--network", "4,2", "--batch", str(2**31)])
+    assert result.exit_code == 2
+    assert "--batch is 2147483648" in result.stderr
