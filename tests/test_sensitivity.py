@@ -169,3 +169,5 @@ def test_the_heat_map_takes_no_other_file_s_place(tmp_path):
     assert (result.exit_code, result.stdout) == (2, "")
     assert "is no picture: give it a name that ends in .png" in result.stderr
     assert (tmp_path / "config.json").read_text() == "mine"
+    result = CliRunner().invoke(cli.app, ["sensitivity", "--out", str(tmp_path / "config.json" / "heat.png")])
+    assert result.stderr.startswith("Error: cannot make the directory")

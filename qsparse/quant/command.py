@@ -190,7 +190,7 @@ def sensitivity(
 
     With a budget a dtype is chosen for each layer, and the model of them is saved and measured.
     """
-    from qsparse import variants
+    from qsparse import checkpoint, variants
     from qsparse.report import show as show_rows
     from qsparse.report.heat import heat_map
     from qsparse.report.plot import require_picture
@@ -199,6 +199,7 @@ def sensitivity(
 
     if out is not None:
         require_picture(out)
+        checkpoint.make_directory(out.parent)
     wanted = budget_bytes is not None or budget_drop is not None
     console, text = progress_console(), text_stream(as_json)
     found = measure_each(
