@@ -2,8 +2,9 @@
 
     python experiments/06_sparsity/run.py [SEEDS]
 
-Rows go to rows.jsonl beside this file, and the table of their means into README.md. Accuracy and bytes are those of the
-stored model. Latencies are left null: this experiment is about accuracy, and its machine was busy.
+Rows go to rows.jsonl beside this file (a case that it holds for a seed is not run again), and the table of their means
+into README.md. Accuracy and bytes are those of the stored model. Latencies are left null: this experiment is about
+accuracy, and its machine was busy.
 """
 
 from __future__ import annotations
@@ -44,14 +45,34 @@ CASES: list[tuple[str, dict]] = [
     ("magnitude, fine-tuned 6 epochs", {"density": 0.02, "finetune_epochs": 6}),
     ("magnitude, gradual 4 epochs, fine-tuned 2",
      {"density": 0.02, "schedule": "gradual", "epochs": 4, "finetune_epochs": 2}),
+    ("movement, global", {"density": 0.3, "pruner": "movement"}),
+    ("movement, gradual 4 epochs, fine-tuned 2",
+     {"density": 0.1, "pruner": "movement", "schedule": "gradual", "epochs": 4, "finetune_epochs": 2}),
+    ("magnitude, permuted", {"pattern": "2:4", "permute": True}),
+    *((f"magnitude, blocks of {block}, fine-tuned 2 epochs", {"density": 0.1, "block": block, "finetune_epochs": 2})
+      for block in ("1x16", "16x16")),
+    *((f"{schedule}, 6 epochs from the start", {"density": 0.1, "schedule": schedule, "epochs": 6})
+      for schedule in ("rigl", "set", "lottery")),
+    ("magnitude, fine-tuned 2 epochs, then int8", {"density": 0.1, "finetune_epochs": 2, "dtype": "int8"}),
+    *((f"sparsegpt, erk, int8 {order}",
+       {"density": 0.1, "pruner": "sparsegpt", "distribution": "erk", "dtype": "int8", "order": order})
+      for order in ("prune-first", "joint")),
 ]  # fmt: skip
 
 
-def rows_of(seed: int) -> list[dict]:
-    """One row a case, with the label of the case, of one trained network."""
+def rows_of(seed: int, done: list[dict]) -> list[dict]:
+    """One row a case, with the label of the case, of one trained network; of the cases that are not `done`."""
+    had = {(row["label"], row["density_asked"], row["pattern"]) for row in done if row["seed"] == seed}
+    cases = [
+        (label, options)
+        for label, options in CASES
+        if (label, options.get("density"), options.get("pattern")) not in had
+    ]
+    if not cases:
+        return []
     run = train(TrainConfig(seed=seed, data="mnist", device="cpu"), out=f"seed{seed}").run
     rows = []
-    for label, options in CASES:
+    for label, options in cases:
         row = variants.sparsify_run(run, options.get("density"), device="cpu",
                                     **{k: v for k, v in options.items() if k != "density"}).rows[1]  # fmt: skip
         rows.append({**row, "label": label, **dict.fromkeys(TIMES), "timer": None})
@@ -89,11 +110,11 @@ def main() -> None:
     variants.measure = lambda *arguments, **options: measure(
         *arguments, **options, batches=(1,), budget_s=0.001, peers=False
     )
-    rows = []
+    rows = [json.loads(line) for line in ROWS.read_text().splitlines()] if ROWS.exists() else []
     with tempfile.TemporaryDirectory() as directory:
         os.chdir(directory)
         for seed in range(seeds):
-            rows += rows_of(seed)
+            rows += rows_of(seed, rows)
             print(table(rows), flush=True)
     ROWS.write_text("".join(json.dumps(row) + "\n" for row in rows))
     if README.exists():
