@@ -60,7 +60,7 @@ class MLP(torch.nn.Module):
         layers = list(self.children())
         if not isinstance(x, torch.Tensor):
             raise TypeError(f"x must be a torch.Tensor, got {type(x).__name__}")
-        if x.shape[-1:] != (layers[0].in_features,):
+        if x.ndim == 0 or x.shape[-1] != layers[0].in_features:
             raise ValueError(f"x must have shape (M, {layers[0].in_features}), got {tuple(x.shape)}")
         if x.dtype == torch.uint8:
             x = normalize(x, self.input_dtype)

@@ -72,7 +72,7 @@ class QuantConfig:
 
     def __post_init__(self) -> None:
         try:
-            named = dict(self.layers)
+            named: dict[object, object] = dict(self.layers)
         except (TypeError, ValueError):
             named = {None: None}
         if not all(isinstance(name, str) for name in named):
