@@ -18,7 +18,7 @@ from qsparse.sparse.config import DISTRIBUTIONS, FORMATS, PRUNERS, SparseConfig,
 if TYPE_CHECKING:
     from qsparse.sparse.convert import prunable_weights, sparsify
     from qsparse.sparse.distribution import layer_counts
-    from qsparse.sparse.formats import from_coo, from_csr, to_coo, to_csr
+    from qsparse.sparse.formats import compress_24, expand_24, from_coo, from_csr, to_coo, to_csr
     from qsparse.sparse.int8 import compress
     from qsparse.sparse.magnitude import magnitude_masks
     from qsparse.sparse.masks import EmptyLayerWarning, mask_density
@@ -32,6 +32,8 @@ __all__ = [
     "SparseConfig",
     "check_density",
     "compress",
+    "compress_24",
+    "expand_24",
     "from_coo",
     "from_csr",
     "layer_counts",
@@ -48,6 +50,8 @@ __all__ = [
 _PLACES = {
     "EmptyLayerWarning": "masks",
     "compress": "int8",
+    "compress_24": "formats",
+    "expand_24": "formats",
     "from_coo": "formats",
     "from_csr": "formats",
     "layer_counts": "distribution",

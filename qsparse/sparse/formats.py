@@ -1,4 +1,4 @@
-"""Sparse storage: a dense matrix and its mask <-> CSR and COO; an array of any dimensions <-> coordinates and bitmap.
+"""Sparse storage: a dense matrix and its mask <-> CSR, COO, 2:4; an array of any dimensions <-> coordinates, bitmap.
 
 A weight is stored where the mask is True, even if its value is zero, and nowhere else, even if its value is not: the
 mask is the structure. Entries come row by row, columns ascending. Indices are int32, values keep the matrix's dtype,
@@ -12,6 +12,14 @@ Of an array of r dimensions (for a matrix, coordinates are COO):
     coordinates  values (nnz,), r index arrays (nnz,), a dimension each
     bitmap       values (nnz,), bits uint8 (ceil(n / 8),): entry i is stored where bit i % 8 of byte i // 8 is 1
 
+Of a matrix that keeps two of every four neighbouring columns, Kp being K rounded up to a multiple of 8:
+
+    2:4  values (N, Kp / 2), metadata uint8 (N, Kp / 8): four bits a group of four columns, first column | second << 2,
+         the columns (0 to 3) ascending; the group of the lower columns has the lower bits of its byte
+
+Where a group keeps fewer than two, zeros of its lowest free columns are stored. Such a zero is multiplied like any
+other value (by the NaN of an activation, say); a column that is not stored takes part in nothing.
+
 Rows without entries, matrices without entries and full matrices are ordinary cases.
 """
 
@@ -20,6 +28,8 @@ import math
 import torch
 from torch import Tensor
 from torch.nn import functional
+
+from qsparse.kernels import _two_four
 
 _INT32_MAX = torch.iinfo(torch.int32).max
 
@@ -123,6 +133,71 @@ def from_coo(values: Tensor, rows: Tensor, cols: Tensor, shape: tuple[int, int])
             raise ValueError(f"entry {entry} has {name} index {int(index[entry])}, outside 0..{size - 1}")
     dense = torch.zeros(shape, dtype=values.dtype, device=values.device)
     return dense.index_put_((rows.long(), cols.long()), values, accumulate=True)
+
+
+def compress_24(w: Tensor, mask: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """2:4 of the entries of `w` (N, K) where `mask` (N, K) bool is True, by default where `w` is not 0.
+
+    Returns (values, metadata), which `kernels.gemm_24` and, of int8, `kernels.gemm_int8_24` take.
+
+    Raises:
+        TypeError: `mask` is not bool.
+        ValueError: `w` is no matrix, the shapes differ, or four neighbouring columns have more than two entries.
+    """
+    kept = w != 0 if mask is None else mask
+    _check_mask(w, kept)
+    if w.ndim != 2:
+        raise ValueError(f"w must be a matrix, not {tuple(w.shape)}")
+    n, k = w.shape
+    width = _two_four.padded(k)
+    groups, kept = (functional.pad(a.detach(), (0, width - k)).reshape(n, width // 4, 4) for a in (w, kept))
+    full = kept.sum(dim=2) > 2
+    if bool(full.any()):
+        row, group = full.nonzero()[0].tolist()
+        raise ValueError(f"row {row} has more than two entries in columns {4 * group} to {4 * group + 3}: not 2:4")
+    weights = 2 ** torch.arange(4, dtype=torch.uint8, device=w.device)
+    pairs = torch.tensor(_PAIRS, dtype=torch.uint8, device=w.device)[(kept * weights).sum(dim=2)]
+    metadata = pairs[:, ::2] | pairs[:, 1::2] << 4
+    columns = _two_four.columns(metadata)
+    values = torch.where(kept.gather(2, columns), groups.gather(2, columns), 0)
+    return values.reshape(n, width // 2), metadata
+
+
+def expand_24(values: Tensor, metadata: Tensor, shape: tuple[int, int]) -> Tensor:
+    """The dense (N, K) matrix of a 2:4 matrix, zero where nothing is stored.
+
+    Raises:
+        TypeError: metadata is not uint8.
+        ValueError: values or metadata have not the shape that belongs to `shape`, two columns of a group do not
+            ascend, or something but zero is stored beyond column K.
+    """
+    n, k = shape
+    width = _two_four.padded(k)
+    if metadata.dtype != torch.uint8:
+        raise TypeError(f"metadata must be uint8, not {metadata.dtype}")
+    if values.shape != (n, width // 2) or metadata.shape != (n, width // 8):
+        raise ValueError(
+            f"values and metadata must be {(n, width // 2)} and {(n, width // 8)}, "
+            f"not {tuple(values.shape)} and {tuple(metadata.shape)}"
+        )
+    columns = _two_four.columns(metadata)
+    falling = columns[..., 0] >= columns[..., 1]
+    if bool(falling.any()):
+        row, group = falling.nonzero()[0].tolist()
+        raise ValueError(f"row {row}: columns {columns[row, group].tolist()} of group {group} do not ascend")
+    dense = _two_four.expand(values, metadata, width)
+    if bool((dense[:, k:] != 0).any()):
+        raise ValueError(f"values beyond column {k} are not zero")
+    return dense[:, :k].contiguous()
+
+
+def _pair(bits: int) -> int:
+    """The metadata of a group that keeps the columns whose bits are 1, two at most."""
+    first, second = sorted(sorted(range(4), key=lambda column: not bits >> column & 1)[:2])
+    return first | second << 2
+
+
+_PAIRS = [_pair(bits) for bits in range(16)]
 
 
 def _check_mask(array: Tensor, mask: Tensor) -> None:

@@ -5,7 +5,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from qsparse.sparse import from_coo, from_csr, to_coo, to_csr
+from qsparse.sparse import compress_24, expand_24, from_coo, from_csr, to_coo, to_csr
 
 SHAPES = [(1, 1), (3, 5), (7, 1), (1, 9), (16, 33), (0, 4), (4, 0), (0, 0)]
 DENSITIES = [0.0, 0.05, 0.5, 1.0]
@@ -113,3 +113,62 @@ def test_bad_coo_indices_are_refused():
         from_coo(torch.ones(2), torch.tensor([0, 2]), torch.tensor([0, 0]), (2, 3))
     with pytest.raises(ValueError, match="one length"):
         from_coo(torch.ones(2), torch.tensor([0]), torch.tensor([0, 0]), (2, 3))
+
+
+def two_of_four(shape, seed=0, density=1.0, dtype=torch.float32):
+    """A matrix that keeps two random columns of every four, or fewer, and its mask."""
+    n, k = shape
+    generator = torch.Generator().manual_seed(seed)
+    order = torch.rand((n, -(-k // 4), 4), generator=generator).argsort(dim=2)
+    mask = ((order < 2) & (torch.rand(order.shape, generator=generator) < density)).reshape(n, -(-k // 4) * 4)[:, :k]
+    w = torch.randint(1, 100, shape, generator=generator).to(dtype)
+    return w * mask, mask
+
+
+@pytest.mark.parametrize("shape", [(1, 1), (3, 5), (7, 8), (2, 9), (16, 33), (5, 64), (0, 4), (4, 0), (0, 0)])
+@pytest.mark.parametrize("density", [0.0, 0.5, 1.0])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16, torch.int8])
+def test_24_there_and_back(shape, density, dtype):
+    w, mask = two_of_four(shape, density=density, dtype=dtype)
+    for arrays in (compress_24(w), compress_24(w + (~mask).to(dtype), mask)):
+        values, metadata = arrays
+        width = -(-shape[1] // 8) * 8
+        assert values.shape == (shape[0], width // 2)
+        assert metadata.shape == (shape[0], width // 8)
+        assert (values.dtype, metadata.dtype) == (dtype, torch.uint8)
+        torch.testing.assert_close(expand_24(values, metadata, shape), w, rtol=0, atol=0)
+
+
+def test_24_bits():
+    w = torch.tensor([[0, 5, 0, 7, 1, 2, 0, 0, 0, 0, 3, 4, 0, 0, 0, 9], [0] * 16])
+    values, metadata = compress_24(w)
+    assert values.tolist() == [[5, 7, 1, 2, 3, 4, 0, 9], [0] * 8]
+    assert metadata.tolist() == [[0b0100_1101, 0b1100_1110], [0b0100_0100] * 2]
+    assert compress_24(w[:, :14])[0].tolist() == [[5, 7, 1, 2, 3, 4, 0, 0], [0] * 8]
+
+
+def test_24_refuses_a_third_entry_and_what_does_not_fit():
+    w, mask = two_of_four((5, 24))
+    full = w.clone()
+    full[3, 8:12] = 1
+    with pytest.raises(ValueError, match="row 3 has more than two entries in columns 8 to 11"):
+        compress_24(full)
+    values, metadata = compress_24(full, mask)
+    with pytest.raises(TypeError, match="metadata must be uint8"):
+        expand_24(values, metadata.int(), (5, 24))
+    with pytest.raises(ValueError, match=r"must be \(5, 12\) and \(5, 3\), not \(5, 11\)"):
+        expand_24(values[:, 1:], metadata, (5, 24))
+    with pytest.raises(ValueError, match="values beyond column 17"):
+        expand_24(values, metadata, (5, 17))
+    metadata[2, 1] = 0b0100_0001
+    with pytest.raises(ValueError, match=r"row 2: columns \[1, 0\] of group 2 do not ascend"):
+        expand_24(values, metadata, (5, 24))
+    with pytest.raises(ValueError, match="matrix"):
+        compress_24(w[0])
+
+
+def test_24_keeps_nan_and_reads_views_by_their_strides():
+    w, _ = two_of_four((8, 24))
+    w[2, w[2].nonzero()[0]] = torch.nan
+    values, metadata = compress_24(w.t().contiguous().t())
+    torch.testing.assert_close(expand_24(values, metadata, (8, 24)), w, rtol=0, atol=0, equal_nan=True)
