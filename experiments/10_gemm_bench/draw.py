@@ -35,7 +35,7 @@ def grouped(rows: list[dict]) -> dict[str, dict[tuple, dict]]:
     for row in rows:
         key = row["dtype"], row["precision"], row["epilogue"], row["peer"]
         for name, wanted in GROUPS.items():
-            if key == wanted and row["layout"] == "nt":
+            if key == wanted and row["layout"] == "nt" and row["tier"] != "sm80":  # sm80's are asked for by --tier
                 found[name][tuple(row["shape"])] = row
     return found
 
@@ -58,7 +58,7 @@ def tables(rows: list[dict]) -> str:
         if all(three):
             errors = [row["error"] for row in three] + [three[0]["peer_error"]]
             lines.append(f"| {', '.join(map(str, shape))} | " + " | ".join(f"{error:.1e}" for error in errors) + " |")
-    lines += ["", *_epilogues(groups), ""]
+    lines += ["", *_epilogues(groups), *_sm80(rows), ""]
     return "\n".join([*lines, _where(rows)])
 
 
@@ -71,6 +71,16 @@ def _epilogues(groups: dict[str, dict[tuple, dict]]) -> list[str]:
         if ratios:
             lines.append(f"Bias and ReLU add {100 * (geometric_mean(ratios) - 1):.1f} % to our {dtype} product.")
     return lines
+
+
+def _sm80(rows: list[dict]) -> list[str]:
+    """How near mma.sync, which older cards have, comes to cuBLAS on this one."""
+    newest = {(row["dtype"], *row["shape"]): row for row in rows if row["tier"] == "sm80" and row["peer"] == "cublas"}
+    return [
+        f"The sm80 tier on this card, {row['dtype']} at {', '.join(map(str, row['shape']))}: {_cell(row)} of cuBLAS "
+        f"(commit {row['commit'][:7]})."
+        for row in newest.values()
+    ]
 
 
 def counters(rows: list[dict]) -> str:
@@ -99,7 +109,7 @@ def counters(rows: list[dict]) -> str:
 def _where(rows: list[dict]) -> str:
     """The machine, and when and at which commit each dtype's newest rows were measured."""
     last = rows[-1]
-    newest = {row.get("dtype"): (row["date"][:10], row["commit"]) for row in rows}
+    newest = {row.get("dtype"): (row["date"][:10], row["commit"]) for row in rows if row.get("tier") != "sm80"}
     runs: dict[tuple, list[str]] = {}
     for dtype, run in newest.items():
         runs.setdefault(run, []).append(dtype or "")
