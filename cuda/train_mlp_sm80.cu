@@ -12,16 +12,16 @@
 //                        weights, and is never written.
 //   one more column      every layer's input has a last column of ones, and its weights one of biases: so the bias is
 //                        added, and its gradient summed, by the same products.
-//   PARTS                how many halves stand for a float, see train_mlp_sm90.cu. Products read the halves; the floats
+//   PARTS                how many halves stand for a float, see common/halves.cuh. Products read the halves; the floats
 //                        that they are rounded from are kept beside them.
 // Tiles are multiplied by common/sm80_tile.cuh. Everything is summed in a fixed order: two runs give the same bits.
 
+#include "common/halves.cuh"
 #include "common/sm80_tile.cuh"
 
 constexpr int THREADS = 128, WARPS = THREADS / WARP;
 constexpr int CLASSES = 16, HEAD_ROWS = 16;  // the head's tile
 constexpr int SHARED_BYTES = 48 * 1024;
-constexpr float W_SCALE = 256.0f, D_SCALE = 1024.0f;
 
 using Half = __half;
 template <int BM, int BN, int WM, int WN> using Tile = Config<Half, BM, BN, 64, WM, WN, 3>;
@@ -49,11 +49,10 @@ struct Halves {
 __host__ __device__ constexpr int line(long long width) { return static_cast<int>((width + 8) / 8 * 8); }
 
 template <int PARTS> __device__ __forceinline__ void put(Halves to, long long row, int column, float a, float b) {
-    const __half2 high = __floats2half2_rn(a, b);
-    Half* const at = to.data + row * to.ld + column;
-    *reinterpret_cast<__half2*>(at) = high;
-    if constexpr (PARTS == 2)
-        *reinterpret_cast<__half2*>(at + to.part) = __floats2half2_rn(a - __low2float(high), b - __high2float(high));
+    unsigned parts[PARTS];
+    split<PARTS>(a, b, parts);
+    for (int part = 0; part < PARTS; ++part)
+        *reinterpret_cast<unsigned*>(to.data + part * to.part + row * to.ld + column) = parts[part];
 }
 
 // All blocks have come here, and see what the others wrote before. `arrived` counts up from 0 all the launch long.
@@ -64,15 +63,18 @@ __device__ __forceinline__ void grid_barrier(unsigned* arrived, unsigned& target
         asm volatile("red.release.gpu.global.add.u32 [%0], 1;" ::"l"(arrived) : "memory");
         unsigned seen;
         do asm volatile("ld.acquire.gpu.global.u32 %0, [%1];" : "=r"(seen) : "l"(arrived) : "memory");
-        while (static_cast<int>(seen - target) < 0);  // both may wrap
+        while (seen < target);
     }
     __syncthreads();
 }
 
-// f(row, column, value, next column's value) for all of x · wᵀ (M, N), N even; `turn` is this block's next tile, counted
-// through all products of a phase. X_K / W_K as in multiply.
-template <typename C, int PARTS, bool X_K, bool W_K, typename F>
-__device__ __forceinline__ void product(Halves x, Halves w, int M, int N, int K, int& turn, unsigned stages, F f) {
+// f(row, column, value, next column's value, before) for all of x · wᵀ (M, N), N even, where `before` is what
+// prepare(row, column) loaded, for many at once: f's stores would keep later loads waiting. `turn` is this block's next
+// tile, counted through all products of a phase. X_K / W_K as in multiply.
+template <typename C, int PARTS, bool X_K, bool W_K, typename P, typename F>
+__device__ __forceinline__ void product(Halves x, Halves w, int M, int N, int K, int& turn, unsigned stages, P prepare,
+                                        F f) {
+    using Before = decltype(prepare(0, 0));
     const int tiles_n = (N + C::BN - 1) / C::BN, tiles = (M + C::BM - 1) / C::BM * tiles_n;
     const int lane = threadIdx.x % WARP, g = lane / 4, t = lane % 4;
     Block<C> block(M, N, K, 1, 1);
@@ -88,26 +90,43 @@ __device__ __forceinline__ void product(Halves x, Halves w, int M, int N, int K,
             __syncthreads();
         }
 #pragma unroll
-        for (int i = 0; i < C::WM / 16; ++i)
+        for (int i = 0; i < C::WM / 16; ++i) {
+            Before before[C::WN / 8][2];
+            const auto each = [&](auto f) {
 #pragma unroll
-            for (int j = 0; j < C::WN / 8; ++j)
+                for (int j = 0; j < C::WN / 8; ++j)
 #pragma unroll
-                for (int h = 0; h < 2; ++h) {
-                    const int m = block.m0 + block.m_warp + i * 16 + g + h * 8;
-                    const int n = block.n0 + block.n_warp + j * 8 + t * 2;
-                    if (m < M && n < N) f(m, n, acc[i][j][h * 2], acc[i][j][h * 2 + 1]);
-                }
+                    for (int h = 0; h < 2; ++h) {
+                        const int m = block.m0 + block.m_warp + i * 16 + g + h * 8;
+                        const int n = block.n0 + block.n_warp + j * 8 + t * 2;
+                        if (m < M && n < N) f(j, h, m, n);
+                    }
+            };
+            each([&](int j, int h, int m, int n) { before[j][h] = prepare(m, n); });
+            each([&](int j, int h, int m, int n) {
+                f(m, n, acc[i][j][h * 2], acc[i][j][h * 2 + 1], before[j][h]);
+            });
+        }
     }
     turn -= tiles;
 }
 
-template <int PARTS, bool X_K, bool W_K, typename F>
-__device__ __forceinline__ void product(Halves x, Halves w, int M, int N, int K, int& turn, unsigned stages, F f) {
+template <int PARTS, bool X_K, bool W_K, typename P, typename F>
+__device__ __forceinline__ void product(Halves x, Halves w, int M, int N, int K, int& turn, unsigned stages, P prepare,
+                                        F f) {
     if ((M + 63) / 64 * ((N + 63) / 64) >= gridDim.x / 2)
-        product<Large, PARTS, X_K, W_K>(x, w, M, N, K, turn, stages, f);
+        product<Large, PARTS, X_K, W_K>(x, w, M, N, K, turn, stages, prepare, f);
     else
-        product<Small, PARTS, X_K, W_K>(x, w, M, N, K, turn, stages, f);
+        product<Small, PARTS, X_K, W_K>(x, w, M, N, K, turn, stages, prepare, f);
 }
+
+// A weight before it moves.
+struct Entry {
+    float value, velocity;
+};
+struct Entries {
+    Entry low, high;
+};
 
 // Copy the images of a batch, normalised, into the first layer's input.
 template <int PARTS>
@@ -135,15 +154,17 @@ __device__ __forceinline__ void head(Halves x, Halves w, Halves gradient, const 
                                      const long long* order, float* losses, int count, int classes,
                                      float (*sums)[HEAD_ROWS][CLASSES]) {
     const int warp = threadIdx.x / WARP, lane = threadIdx.x % WARP, g = lane / 4, t = lane % 4;
-    const auto load = [](Halves from, int part, long long row, int rows, int k) {
+    const auto load = [](Halves from, int part, int row, int rows, int k) {
         return row < rows && k < from.ld
                    ? __ldcg(reinterpret_cast<const uint4*>(from.data + part * from.part + row * from.ld + k))
                    : uint4{};
     };
     for (int first = blockIdx.x * HEAD_ROWS; first < count; first += gridDim.x * HEAD_ROWS) {
+        const int row = threadIdx.x / 8, at = threadIdx.x % 8 * 2, m = first + row;  // 8 lanes an image, 2 classes each
+        const long long label = m < count ? labels[order[m]] : 0;
         float acc[2][4] = {};
         // A lane reads 8 neighbours along K at once; the products take them in any order, the same for both operands.
-#pragma unroll 2
+#pragma unroll(4 / PARTS)
         for (int k0 = warp * 32; k0 < x.ld; k0 += WARPS * 32) {
             const int k = k0 + 8 * t;
             uint4 a[PARTS][2], b[PARTS][2];
@@ -171,7 +192,6 @@ __device__ __forceinline__ void head(Halves x, Halves w, Halves gradient, const 
             for (int c = 0; c < 4; ++c) sums[warp][g + c / 2 * 8][j * 8 + 2 * t + c % 2] = acc[j][c];
         __syncthreads();
 
-        const int row = threadIdx.x / 8, at = threadIdx.x % 8 * 2, m = first + row;  // 8 lanes an image, 2 classes each
         float logit[2], e[2], d[2];
 #pragma unroll
         for (int i = 0; i < 2; ++i) {
@@ -188,7 +208,6 @@ __device__ __forceinline__ void head(Halves x, Halves w, Halves gradient, const 
 #pragma unroll
         for (int step = 4; step > 0; step /= 2) total += __shfl_xor_sync(~0u, total, step);
         if (m < count) {
-            const long long label = labels[order[m]];
             const bool valid = label >= 0 && label < classes;
 #pragma unroll
             for (int i = 0; i < 2; ++i) {
@@ -197,7 +216,7 @@ __device__ __forceinline__ void head(Halves x, Halves w, Halves gradient, const 
                 if (valid ? chosen : at + i == 0) losses[m] = valid ? logf(total) - (logit[i] - largest) : d[i];
                 if (at + i >= classes) d[i] = 0.0f;
             }
-            if (at < gradient.ld) put<PARTS>(gradient, m, at, d[0], d[1]);  // few classes have shorter lines
+            if (at < gradient.ld) put<PARTS>(gradient, m, at, d[0], d[1]);
         }
         __syncthreads();  // the sums are read before the next images' are written
     }
@@ -208,7 +227,8 @@ __global__ void __launch_bounds__(THREADS, 2)
 train_mlp_sm80(const unsigned char* __restrict__ images, const long long* __restrict__ labels,
                const long long* __restrict__ order, const float* __restrict__ rates, float* params, float* velocities,
                const unsigned char* __restrict__ mask, float* losses, const Layer* __restrict__ layers, Half* scratch,
-               unsigned* arrived, int depth, int rows, int batch, float scale, float shift, float momentum, float weight_decay) {
+               unsigned* arrived, int depth, int rows, int batch, float scale, float shift, float momentum,
+               float weight_decay) {
     extern __shared__ __align__(128) char shared[];
     const unsigned stages = shared_address(shared);
     auto* const sums = reinterpret_cast<float(*)[HEAD_ROWS][CLASSES]>(shared);  // in a phase of its own
@@ -227,7 +247,8 @@ train_mlp_sm80(const unsigned char* __restrict__ images, const long long* __rest
     };
     // Where weight (n, k) is among the parameters: column `inputs` holds the biases.
     const auto place = [](const Layer& l, int n, int k) {
-        return l.params + (k < l.inputs ? n * l.inputs + k : l.outputs * l.inputs + n);
+        const int inputs = l.inputs, outputs = l.outputs;
+        return static_cast<int>(l.params) + (k < inputs ? n * inputs + k : outputs * inputs + n);
     };
 
     for (int i = 0; i < depth; ++i) {
@@ -254,7 +275,8 @@ train_mlp_sm80(const unsigned char* __restrict__ images, const long long* __rest
             int turn = blockIdx.x;
             product<PARTS, true, true>(
                 input_of(layers[i], step % 2), copy_of(layers[i]), count, line(outputs), line(layers[i].inputs), turn,
-                stages, [&](int m, int n, float a, float b) {
+                stages, [](int, int) { return 0; },
+                [&](int m, int n, float a, float b, int) {
                     const auto output = [&](int n, float v) {
                         return n < outputs ? relu_of(v * (1.0f / W_SCALE)) : n == outputs ? 1.0f : 0.0f;
                     };
@@ -266,6 +288,9 @@ train_mlp_sm80(const unsigned char* __restrict__ images, const long long* __rest
         const Layer& last = layers[depth - 1];
         head<PARTS>(input_of(last, step % 2), copy_of(last), gradient_of(last), labels, order + first,
                     losses + first, count, last.outputs, sums);
+        if (step + 1 < steps)
+            gather<PARTS>(input_of(layers[0], (step + 1) % 2), images, order + first + batch,
+                          min(batch, rows - (step + 1) * batch), layers[0].inputs, scale, shift);
         grid_barrier(arrived, target);
 
         for (int i = depth - 1; i > 0; --i) {
@@ -274,9 +299,9 @@ train_mlp_sm80(const unsigned char* __restrict__ images, const long long* __rest
             int turn = blockIdx.x;
             product<PARTS, true, false>(
                 gradient_of(layers[i]), copy_of(layers[i]), count, line(width), layers[i].outputs, turn, stages,
-                [&](long long m, int n, float a, float b) {
-                    const unsigned bits = __ldcg(reinterpret_cast<const unsigned*>(y.data + m * y.ld + n));
-                    const float2 out = __half22float2(*reinterpret_cast<const __half2*>(&bits));
+                [&](int m, int n) { return __ldcg(reinterpret_cast<const unsigned*>(y.data + m * y.ld + n)); },
+                [&](int m, int n, float a, float b, unsigned outputs) {
+                    const float2 out = __half22float2(half2_of(outputs));
                     put<PARTS>(to, m, n, n < width && out.x > 0.0f ? a * (1.0f / W_SCALE) : 0.0f,
                                n + 1 < width && out.y > 0.0f ? b * (1.0f / W_SCALE) : 0.0f);
                 });
@@ -287,28 +312,31 @@ train_mlp_sm80(const unsigned char* __restrict__ images, const long long* __rest
         for (int i = 0; i < depth; ++i) {
             const Layer l = layers[i];
             const Halves copy = copy_of(layers[i]);
-            const auto moved = [&](int n, int k, float gradient) {
+            const auto before = [&](int n, int k) {
+                Entry e[2];
+                for (int i = 0; i < 2; ++i)
+                    if (k + i <= l.inputs) {
+                        const int at = place(l, n, k + i);
+                        e[i] = {__ldcg(params + at), MOMENTUM ? __ldcg(velocities + at) : 0.0f};
+                    }
+                return Entries{e[0], e[1]};
+            };
+            const auto moved = [&](int n, int k, float gradient, Entry e) {
                 if (k > l.inputs) return 0.0f;
-                const long long at = place(l, n, k);
-                float w = __ldcg(params + at), move = fmaf(weight_decay, w, gradient * mean);
-                if constexpr (MOMENTUM) velocities[at] = move = fmaf(momentum, __ldcg(velocities + at), move);
-                w = fmaf(-rate, move, w);
-                if (mask && !mask[at]) {
-                    w = 0.0f;
-                    if constexpr (MOMENTUM) velocities[at] = 0.0f;
-                }
-                params[at] = w;
-                return w * W_SCALE;
+                const int at = place(l, n, k);
+                const bool alive = !mask || mask[at];
+                float move = fmaf(weight_decay, e.value, gradient * mean);
+                if constexpr (MOMENTUM) velocities[at] = move = alive ? fmaf(momentum, e.velocity, move) : 0.0f;
+                params[at] = e.value = alive ? fmaf(-rate, move, e.value) : 0.0f;
+                return e.value * W_SCALE;
             };
             product<PARTS, false, false>(gradient_of(layers[i]), input_of(layers[i], step % 2), l.outputs,
-                                         line(l.inputs), count, turn, stages, [&](int n, int k, float a, float b) {
-                                             const float low = moved(n, k, a);
-                                             put<PARTS>(copy, n, k, low, moved(n, k + 1, b));
+                                         line(l.inputs), count, turn, stages, before,
+                                         [&](int n, int k, float a, float b, Entries e) {
+                                             const float low = moved(n, k, a, e.low);
+                                             put<PARTS>(copy, n, k, low, moved(n, k + 1, b, e.high));
                                          });
         }
-        if (step + 1 < steps)
-            gather<PARTS>(input_of(layers[0], (step + 1) % 2), images, order + first + batch,
-                          min(batch, rows - (step + 1) * batch), layers[0].inputs, scale, shift);
         grid_barrier(arrived, target);
     }
 }

@@ -20,12 +20,10 @@
 //   pixels as they are     a byte is exact in half: 0x6400 | p is 1024 + p. Images stay bytes in shared memory, where
 //                          the copy engine puts them three batches ahead; `centre` is subtracted, which is exact too,
 //                          and scale and the rest of the shift are applied to the sums.
-//   PARTS                  how many halves stand for a float: with one, products have 11 bits an operand, as in tf32;
-//                          with two (x = high + low) about 22, as in float. Sums are in float. Powers of two keep the
-//                          low halves of weights and gradients out of half's subnormal numbers.
+//   PARTS                  how many halves stand for a float, see common/halves.cuh.
 // Everything is summed in a fixed order: two runs give the same bits.
 
-#include "common/sm80.cuh"
+#include "common/halves.cuh"
 #include "common/sm90.cuh"
 
 constexpr int WARP = 32;
@@ -38,7 +36,6 @@ constexpr int SLICES = BATCH / 16;                // of 16 images: K in the grad
 constexpr int ROWS = BATCH / BLOCKS;              // images whose softmax a block takes, a warp each
 constexpr int STAGES = 3;
 constexpr int SHARED_BYTES = 200 * 1024;
-constexpr float W_SCALE = 256.0f, D_SCALE = 1024.0f;
 static_assert(SWEEPERS * GROUPS * 16 == INPUTS, "the sweepers' pixels are all pixels");
 static_assert(TILES == WARPS, "each warp adds up the hidden layer of one tile of images");
 
@@ -46,47 +43,20 @@ template <int PARTS> struct Shared {
     alignas(128) unsigned char images[STAGES][BATCH][INPUTS];
     float4 hidden_shares[SWEEPERS][TILES][WARP];  // in the layout of mma's sums, each over a sweeper's pixels
     uint2 hidden[PARTS][TILES][WARP];             // units x images, as mma's first operand
+    uint4 d_hidden[PARTS][SLICES][WARP];          // the gradient before the ReLU, likewise, and its sums over a tile
+    float d_hidden_sums[TILES][UNITS];
     uint4 w2_units[2][PARTS][WARP];               // w2 as an operand units x classes, and classes x units, by turns
     uint4 w2_classes[2][PARTS][WARP];
     alignas(16) __half d_logits[PARTS][BATCH][CLASSES];
-    alignas(16) __half d_rows[ROWS][PARTS][CLASSES];
-    alignas(16) float logits[BLOCKS][CLASSES][ROWS];
+    alignas(16) float logits[BLOCKS][ROWS][CLASSES];
     alignas(16) float b1[UNITS], v_b1[UNITS], b2[CLASSES];
     int labels[STAGES + 1][ROWS];
-    unsigned long long images_full[STAGES], logits_full, d_logits_full, hidden_full;
+    unsigned long long images_full[STAGES], logits_full, d_logits_full;
 };
-
-// --- numbers in halves --------------------------------------------------------------------------------------------
-
-__device__ __forceinline__ unsigned bits(__half2 v) { return *reinterpret_cast<const unsigned*>(&v); }
-__device__ __forceinline__ __half2 half2_of(unsigned v) { return *reinterpret_cast<const __half2*>(&v); }
-
-// Two floats as pairs of halves: the nearest, and with two PARTS also the nearest to what is left.
-template <int PARTS> __device__ __forceinline__ void split(float a, float b, unsigned (&parts)[PARTS]) {
-    const __half2 high = __floats2half2_rn(a, b);
-    parts[0] = bits(high);
-    if constexpr (PARTS == 2) parts[1] = bits(__floats2half2_rn(a - __low2float(high), b - __high2float(high)));
-}
-
-// The product of operands in PARTS; low times low is below float's last bit.
-template <int PARTS>
-__device__ __forceinline__ void product(float (&d)[4], const unsigned (&a)[PARTS][4], const unsigned (&b0)[PARTS],
-                                        const unsigned (&b1)[PARTS]) {
-    mma<__half>(d, a[0], b0[0], b1[0]);
-    if constexpr (PARTS == 2) {
-        mma<__half>(d, a[0], b0[1], b1[1]);
-        mma<__half>(d, a[1], b0[0], b1[0]);
-    }
-}
 
 // Two of four bytes, chosen by SELECT, as exact halves.
 template <int SELECT> __device__ __forceinline__ unsigned pixels(unsigned bytes, __half2 zero) {
     return bits(__hsub2(half2_of(__byte_perm(bytes, 0x64646464, SELECT)), zero));
-}
-
-__device__ __forceinline__ float quad_sum(float v) {  // over the four lanes that share a row of an operand
-    v += __shfl_xor_sync(~0u, v, 1);
-    return v + __shfl_xor_sync(~0u, v, 2);
 }
 
 struct Rule {
@@ -121,6 +91,34 @@ __device__ __forceinline__ unsigned image_address(const unsigned char (&images)[
     return shared_address(&images[threadIdx.x % WARP][pixel]);
 }
 
+// The gradient of 16 pixels' weights: sums over a batch of gradient times pixel, in the order of Weights. ldmatrix.trans
+// moves pairs of bytes: a register holds pixels 2 g and 2 g + 1 of two images, and gives an operand of the even pixels
+// and one of the odd ones. With two CHAINS each has two sums, and products wait less for each other.
+template <int PARTS, int CHAINS>
+__device__ __forceinline__ void pixel_gradient(float (&sums)[8], const Gradient<PARTS>& gradient, unsigned at,
+                                               __half2 zero) {
+    float even[CHAINS][4] = {}, odd[CHAINS][4] = {};
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+        unsigned raw[4];
+        load_matrices<true>(raw, at + half * (BATCH / 2 * INPUTS));
+        for (int k = 0; k < 2; ++k) {
+            const unsigned b[2] = {raw[2 * k], raw[2 * k + 1]};
+            const unsigned even0 = pixels<0x4240>(b[0], zero), even1 = pixels<0x4240>(b[1], zero);
+            const unsigned odd0 = pixels<0x4341>(b[0], zero), odd1 = pixels<0x4341>(b[1], zero);
+            for (int part = 0; part < PARTS; ++part) {
+                const int which = (PARTS == 2 ? part : k) % CHAINS;
+                mma<__half>(even[which], gradient.d[2 * half + k][part], even0, even1);
+                mma<__half>(odd[which], gradient.d[2 * half + k][part], odd0, odd1);
+            }
+        }
+    }
+    for (int i = 0; i < 8; ++i) {
+        sums[i] = i % 2 ? odd[0][i / 2] : even[0][i / 2];
+        if constexpr (CHAINS == 2) sums[i] += i % 2 ? odd[1][i / 2] : even[1][i / 2];
+    }
+}
+
 // Move w1 by the gradient of one batch (BACKWARD), then start the forward pass of the next with it: `hidden` gets the
 // sums of pixel times weight (times W_SCALE), and `row_sums` the weights' sums.
 template <int PARTS, bool MOMENTUM, bool BACKWARD>
@@ -129,111 +127,97 @@ __device__ __forceinline__ void sweep(Weights<MOMENTUM>& weights, const Gradient
                                       const unsigned char (&next)[BATCH][INPUTS], float (&hidden)[TILES][4],
                                       float (&row_sums)[2], __half2 zero, int first_pixel, Rule rule) {
     row_sums[0] = row_sums[1] = 0.0f;
-#pragma unroll
     for (int i = 0; i < TILES; ++i)
-#pragma unroll
         for (int c = 0; c < 4; ++c) hidden[i][c] = 0.0f;
 
+    // A group's backward products run ahead of the forward products of the group before, so that its weights can move
+    // while the tensor cores are busy.
+    // How many products wait for no other one; registers bound it.
+    constexpr int WIDE = MOMENTUM ? 2 : 4, CHAINS = MOMENTUM || PARTS == 2 ? 1 : 2;
+    unsigned operand[PARTS][4];
 #pragma unroll
-    for (int j = 0; j < GROUPS; ++j) {
-        float(&w)[8] = weights.w[j];
-        if constexpr (BACKWARD) {
-            // ldmatrix.trans moves pairs of bytes: a register holds pixels 2 g and 2 g + 1 of two images, and gives an
-            // operand of the even pixels and one of the odd ones.
-            float even[4] = {}, odd[4] = {};
-            const unsigned at = image_address(batch, first_pixel + j * 16);
+    for (int j = 0; j <= GROUPS; ++j) {
+        float sums[8] = {};
+        if constexpr (BACKWARD)
+            if (j < GROUPS)
+                pixel_gradient<PARTS, CHAINS>(sums, gradient, image_address(batch, first_pixel + j * 16), zero);
+        if (j > 0) {
+            const unsigned at = image_address(next, first_pixel + (j - 1) * 16);
 #pragma unroll
             for (int half = 0; half < 2; ++half) {
                 unsigned raw[4];
-                load_matrices<true>(raw, at + half * (BATCH / 2 * INPUTS));
-#pragma unroll
-                for (int k = 0; k < 2; ++k) {
-                    const unsigned b[2] = {raw[2 * k], raw[2 * k + 1]};
-                    const unsigned even0 = pixels<0x4240>(b[0], zero), even1 = pixels<0x4240>(b[1], zero);
-                    const unsigned odd0 = pixels<0x4341>(b[0], zero), odd1 = pixels<0x4341>(b[1], zero);
-                    for (int part = 0; part < PARTS; ++part) {
-                        mma<__half>(even, gradient.d[2 * half + k][part], even0, even1);
-                        mma<__half>(odd, gradient.d[2 * half + k][part], odd0, odd1);
-                    }
+                load_matrices<false>(raw, at + half * (BATCH / 2 * INPUTS));
+                for (int k = 0; k < 4; k += WIDE) {
+                    unsigned b0[WIDE], b1[WIDE];
+                    for (int i = 0; i < WIDE; ++i)
+                        b0[i] = pixels<0x4140>(raw[k + i], zero), b1[i] = pixels<0x4342>(raw[k + i], zero);
+                    for (int part = 0; part < PARTS; ++part)
+                        for (int i = 0; i < WIDE; ++i)
+                            mma<__half>(hidden[4 * half + k + i], operand[part], b0[i], b1[i]);
                 }
             }
-#pragma unroll
-            for (int i = 0; i < 8; ++i) {
-                const float sum = i % 2 ? odd[i / 2] : even[i / 2];
-                float* velocity = MOMENTUM ? &weights.v[MOMENTUM ? j : 0][i] : nullptr;
-                descend<MOMENTUM>(w[i], velocity, fmaf(sum, gradient.factor, gradient.offset[i / 4]), gradient.rate,
-                                  rule);
-            }
         }
+        if (j == GROUPS) break;
+        float(&w)[8] = weights.w[j];
+        if constexpr (BACKWARD)
+            for (int i = 0; i < 8; ++i) {
+                float* velocity = MOMENTUM ? &weights.v[MOMENTUM ? j : 0][i] : nullptr;
+                const float mean = fmaf(sums[i], gradient.factor, gradient.offset[i / 4]);
+                descend<MOMENTUM>(w[i], velocity, mean, gradient.rate, rule);
+            }
         row_sums[0] += (w[0] + w[1]) + (w[2] + w[3]);
         row_sums[1] += (w[4] + w[5]) + (w[6] + w[7]);
-
-        unsigned operand[PARTS][4];
-#pragma unroll
         for (int i = 0; i < 4; ++i) {  // registers of the operand: units g, g + 8, g, g + 8; pixels 4 t, 4 t, + 2, + 2
             const int at = i % 2 * 4 + i / 2 * 2;
             unsigned parts[PARTS];
             split<PARTS>(w[at], w[at + 1], parts);
             for (int part = 0; part < PARTS; ++part) operand[part][i] = parts[part];
         }
-        const unsigned at = image_address(next, first_pixel + j * 16);
-#pragma unroll
-        for (int half = 0; half < 2; ++half) {
-            unsigned raw[4];
-            load_matrices<false>(raw, at + half * (BATCH / 2 * INPUTS));
-#pragma unroll
-            for (int k = 0; k < 4; ++k) {
-                const unsigned b0 = pixels<0x4140>(raw[k], zero), b1 = pixels<0x4342>(raw[k], zero);
-                for (int part = 0; part < PARTS; ++part) mma<__half>(hidden[4 * half + k], operand[part], b0, b1);
-            }
-        }
     }
 }
 
 // --- the last warp ------------------------------------------------------------------------------------------------
 
-// Fetches batch after batch: the images by the copy engine, and the labels of the images whose softmax this block
-// takes. Which images come is loaded one batch ahead, so that a call waits for nothing.
+// Fetches this block's images of batch after batch, by the copy engine, for all blocks, and their labels for itself.
+// Which images come is loaded ahead, so that a call waits for nothing.
 template <int PARTS> struct Fetcher {
     Shared<PARTS>& shared;
     const unsigned char* images;
     const long long *labels, *order;
-    int rows, batch, first_row, next = 0;
-    long long now[2], own;  // images of the batch `next`, and, a batch ahead of it, the one with this lane's label
-    int label;              // in the batch `next`
+    int rows, batch, row, next = 0;  // the lane's row of a batch
+    long long now, later;            // the image there in the batch `next`, and in the one behind it
+    int label;                       // in the batch `next`
 
-    __device__ __forceinline__ long long image(int step, int row) const {
+    __device__ __forceinline__ long long image(int step) const {
         const long long at = static_cast<long long>(step) * batch + row;
-        return row < batch && at < rows ? order[at] : -1;
+        return threadIdx.x % WARP < ROWS && row < batch && at < rows ? order[at] : -1;
     }
 
     __device__ __forceinline__ void look_ahead() {
-        const int lane = threadIdx.x % WARP;
-        now[0] = image(next, lane), now[1] = image(next, lane + WARP);
-        const long long given = own < 0 ? 0 : labels[own];
+        now = later;
+        const long long given = now < 0 ? -1 : labels[now];
         label = given >= 0 && given < CLASSES ? static_cast<int>(given) : -1;
-        own = lane < ROWS ? image(next + 1, first_row + lane) : -1;
+        later = image(next + 1);
     }
 
     __device__ __forceinline__ Fetcher(Shared<PARTS>& shared, const unsigned char* images, const long long* labels,
-                                       const long long* order, int rows, int batch, int first_row)
-        : shared(shared), images(images), labels(labels), order(order), rows(rows), batch(batch), first_row(first_row) {
-        const int lane = threadIdx.x % WARP;
-        own = lane < ROWS ? image(0, first_row + lane) : -1;
+                                       const long long* order, int rows, int batch)
+        : shared(shared), images(images), labels(labels), order(order), rows(rows), batch(batch) {
+        row = cluster_rank() * ROWS + threadIdx.x % WARP;
+        later = image(0);
         look_ahead();
     }
 
+    // Only when all blocks have left the batch that was in this place.
     __device__ __forceinline__ void fetch() {
         const int lane = threadIdx.x % WARP, stage = next % STAGES;
         const int count = min(batch, rows - next * batch);
         if (count <= 0) return;
         if (lane == 0) mbarrier_expect_bytes(&shared.images_full[stage], count * INPUTS);
         if (lane < ROWS) shared.labels[next % (STAGES + 1)][lane] = label;
-        __syncwarp();
-        for (int i = 0; i < 2; ++i)
-            if (now[i] >= 0)
-                bulk_load(shared.images[stage][lane + i * WARP], images + now[i] * INPUTS, INPUTS,
-                          &shared.images_full[stage]);
+        if (now >= 0)
+            bulk_load_multicast(shared.images[stage][row], images + now * INPUTS, INPUTS, &shared.images_full[stage],
+                                (1 << BLOCKS) - 1);
         ++next;
         look_ahead();
     }
@@ -248,9 +232,7 @@ template <int PARTS, bool MOMENTUM> struct Head {
     template <typename F, typename G>
     __device__ __forceinline__ void each(int first_unit, int units, int classes, F on_w, G on_b) {
         const int g = threadIdx.x % WARP / 4, t = threadIdx.x % 4;
-#pragma unroll
         for (int j = 0; j < 2; ++j)
-#pragma unroll
             for (int c = 0; c < 4; ++c) {
                 const int unit = first_unit + g + c / 2 * 8, k = j * 8 + 2 * t + c % 2;
                 on_w(j, c, unit < units && k < classes ? k * units + unit : -1);
@@ -261,7 +243,6 @@ template <int PARTS, bool MOMENTUM> struct Head {
     __device__ __forceinline__ void publish(Shared<PARTS>& shared, int turn) const {
         const int lane = threadIdx.x % WARP;
         unsigned by_units[PARTS][4];
-#pragma unroll
         for (int i = 0; i < 4; ++i) {
             unsigned parts[PARTS];
             split<PARTS>(w[i / 2][i % 2 * 2] * W_SCALE, w[i / 2][i % 2 * 2 + 1] * W_SCALE, parts);
@@ -274,7 +255,6 @@ template <int PARTS, bool MOMENTUM> struct Head {
                                                    transposed(u[3])};
         }
         if (lane < 4)
-#pragma unroll
             for (int j = 0; j < 2; ++j) reinterpret_cast<float2*>(shared.b2)[j * 4 + lane] = {b[j][0], b[j][1]};
     }
 
@@ -292,17 +272,14 @@ template <int PARTS, bool MOMENTUM> struct Head {
                 load_matrices<true>(d[part],
                                     shared_address(&shared.d_logits[part][q * 16 + lane % 16][lane / 16 * 8]));
             }
-#pragma unroll
             for (int j = 0; j < 2; ++j) {
                 unsigned b0[PARTS], b1[PARTS];
                 for (int part = 0; part < PARTS; ++part) b0[part] = d[part][2 * j], b1[part] = d[part][2 * j + 1];
-                product<PARTS>(by_w[j], a, b0, b1);
+                multiply_parts<PARTS>(by_w[j], a, b0, b1);
                 for (int part = 0; part < PARTS; ++part) mma<__half>(by_b[j], ones, b0[part], b1[part]);
             }
         }
-#pragma unroll
         for (int j = 0; j < 2; ++j)
-#pragma unroll
             for (int c = 0; c < 4; ++c) {
                 const int k = MOMENTUM ? j : 0;
                 descend<MOMENTUM>(w[j][c], &v[k][c], by_w[j][c] * factor, rate, rule);
@@ -313,11 +290,23 @@ template <int PARTS, bool MOMENTUM> struct Head {
 
 // --- the kernel ---------------------------------------------------------------------------------------------------
 
-// A warp's tile of 8 images: add the sweepers' shares, apply bias and ReLU, keep the hidden layer for the backward
-// pass, and send this block's share of the logits to the blocks that take these images' softmax.
+// An operand as it lies in shared memory, a lane's registers side by side.
 template <int PARTS>
-__device__ __forceinline__ void finish_hidden(Shared<PARTS>& shared, int tile, int turn, int classes) {
+__device__ __forceinline__ void load_operand(unsigned (&to)[PARTS][4], const uint4 (&from)[PARTS][WARP]) {
+    for (int part = 0; part < PARTS; ++part) {
+        const uint4 v = from[part][threadIdx.x % WARP];
+        to[part][0] = v.x, to[part][1] = v.y, to[part][2] = v.z, to[part][3] = v.w;
+    }
+}
+
+// A warp's tile of 8 images: add the sweepers' shares, apply bias and ReLU, keep the hidden layer for the backward
+// pass, and send this block's share of the logits to the blocks that take these images' softmax. Returns the lane's part
+// of the hidden layer: units lane / 4 and + 8 of two images.
+template <int PARTS>
+__device__ __forceinline__ uint2 finish_hidden(Shared<PARTS>& shared, int tile, int turn, int classes) {
     const int lane = threadIdx.x % WARP, g = lane / 4, t = lane % 4;
+    unsigned w2[PARTS][4];
+    load_operand<PARTS>(w2, shared.w2_classes[turn]);
     float4 sum = shared.hidden_shares[0][tile][lane];
 #pragma unroll
     for (int i = 1; i < SWEEPERS; ++i) {
@@ -325,106 +314,104 @@ __device__ __forceinline__ void finish_hidden(Shared<PARTS>& shared, int tile, i
         sum.x += share.x, sum.y += share.y, sum.z += share.z, sum.w += share.w;
     }
     const float low = shared.b1[g], high = shared.b1[g + 8];
-    unsigned first[PARTS], second[PARTS];  // units g and g + 8 of images 2 t and 2 t + 1
+    unsigned first[PARTS], second[PARTS];
     split<PARTS>(relu_of(sum.x + low), relu_of(sum.y + low), first);
     split<PARTS>(relu_of(sum.z + high), relu_of(sum.w + high), second);
-    unsigned w2[PARTS][4], b0[PARTS], b1[PARTS];
+    unsigned images[PARTS][4];  // images x units; half of mma's 16 rows are used
     for (int part = 0; part < PARTS; ++part) {
         shared.hidden[part][tile][lane] = {first[part], second[part]};
-        const uint4 v = shared.w2_classes[turn][part][lane];
-        w2[part][0] = v.x, w2[part][1] = v.y, w2[part][2] = v.z, w2[part][3] = v.w;
-        b0[part] = transposed(first[part]), b1[part] = transposed(second[part]);
+        images[part][0] = transposed(first[part]), images[part][2] = transposed(second[part]);
+        images[part][1] = images[part][3] = 0;
     }
-    float logits[4] = {};  // classes g and g + 8
-    product<PARTS>(logits, w2, b0, b1);
-
-    const unsigned owner = 2 * tile + t / 2, row = t % 2 * 2;
-    const unsigned to = cluster_address(&shared.logits[cluster_rank()][0][row], owner);
+    const unsigned owner = 2 * tile + g / 4, row = g % 4;
+    const unsigned to = cluster_address(&shared.logits[cluster_rank()][row][2 * t], owner);
     const unsigned barrier = cluster_address(&shared.logits_full, owner);
-    if (g < classes) cluster_send(to + g * (ROWS * 4), logits[0], logits[1], barrier);
-    if (g + 8 < classes) cluster_send(to + (g + 8) * (ROWS * 4), logits[2], logits[3], barrier);
-
-    __syncwarp();
-    if (lane == 0) mbarrier_arrive(&shared.hidden_full);
+    for (int j = 0; j < 2; ++j) {  // classes 8 j and up: of image g, two in each lane
+        unsigned b0[PARTS], b1[PARTS];
+        for (int part = 0; part < PARTS; ++part) b0[part] = w2[part][j], b1[part] = w2[part][j + 2];
+        float logits[4] = {};
+        multiply_parts<PARTS>(logits, images, b0, b1);
+        if (8 * j + 2 * t < classes) cluster_send(to + j * 32, logits[0], logits[1], barrier);
+    }
+    return {first[0], second[0]};
 }
 
-// The softmax of one image by one warp, and the gradient by its logits (times D_SCALE) to every block. A row beyond
-// the batch has the gradient zero; a label that is none gives NaN.
+// The softmax of one image by one warp, and the gradient by its logits (times D_SCALE) to every block. A lane has the
+// four classes from 4 (lane % 4) on. A row beyond the batch has the gradient zero; a label that is none gives NaN.
 template <int PARTS>
 __device__ __forceinline__ void finish_logits(Shared<PARTS>& shared, int row, bool inside, int label, int classes,
                                               float* loss) {
-    const int lane = threadIdx.x % WARP, k = lane % 16;
-    float sum = 0.0f;
-    if (k < classes)
+    const int lane = threadIdx.x % WARP, first = lane % 4 * 4;
+    const float4 one = *reinterpret_cast<const float4*>(&shared.logits[lane / 4][row][first]);
+    const float4 two = *reinterpret_cast<const float4*>(&shared.logits[lane / 4 + BLOCKS / 2][row][first]);
+    float logit[4] = {one.x + two.x, one.y + two.y, one.z + two.z, one.w + two.w}, e[4];
+    float largest = -infinity(), total = 0.0f;
 #pragma unroll
-        for (int i = 0; i < BLOCKS / 2; ++i) sum += shared.logits[lane / 16 * (BLOCKS / 2) + i][k][row];
-    sum += __shfl_xor_sync(~0u, sum, 16);
-    const float logit = k < classes ? fmaf(sum, 1.0f / W_SCALE, shared.b2[k]) : -infinity();
-    float largest = logit;
-#pragma unroll
-    for (int step = 8; step > 0; step /= 2) largest = fmaxf(largest, __shfl_xor_sync(~0u, largest, step));
-    const float shifted = logit - largest, e = k < classes ? expf(shifted) : 0.0f;
-    float total = e;
-#pragma unroll
-    for (int step = 8; step > 0; step /= 2) total += __shfl_xor_sync(~0u, total, step);
-    const bool valid = label >= 0 && label < classes;
-    if (inside && lane == (valid ? label : 0)) *loss = valid ? logf(total) - shifted : not_a_number();
-
-    float d = inside && k < classes ? (e / total - (k == label ? 1.0f : 0.0f)) * D_SCALE : 0.0f;
-    if (inside && !valid) d = not_a_number();
-    const __half high = __float2half_rn(d);
-    if (lane < 16) {
-        shared.d_rows[row][0][k] = high;
-        if constexpr (PARTS == 2) shared.d_rows[row][1][k] = __float2half_rn(d - __half2float(high));
+    for (int step = 4; step < WARP; step *= 2)
+        for (int i = 0; i < 4; ++i) logit[i] += __shfl_xor_sync(~0u, logit[i], step);
+    for (int i = 0; i < 4; ++i) {
+        logit[i] = first + i < classes ? fmaf(logit[i], 1.0f / W_SCALE, shared.b2[first + i]) : -infinity();
+        largest = fmaxf(largest, logit[i]);
     }
-    __syncwarp();
-    const unsigned to = lane / 2, chunk = lane % 2;  // a lane serves half a row of one block
+    for (int step = 1; step < 4; step *= 2) largest = fmaxf(largest, __shfl_xor_sync(~0u, largest, step));
+    for (int i = 0; i < 4; ++i) {
+        e[i] = first + i < classes ? __expf(logit[i] - largest) : 0.0f;
+        total += e[i];
+    }
+    total = quad_sum(total);
+    const bool valid = label >= 0 && label < classes;
+    const float scale = valid ? D_SCALE : not_a_number(), by = scale / total;
+    float d[4];
+    for (int i = 0; i < 4; ++i)
+        d[i] = inside && first + i < classes ? fmaf(e[i], by, first + i == label ? -scale : 0.0f) : 0.0f;
+
+    // Two lanes have the 16 bytes of a chunk; each sends it to other blocks.
+    unsigned low[PARTS], high[PARTS];
+    split<PARTS>(d[0], d[1], low);
+    split<PARTS>(d[2], d[3], high);
+    const unsigned to = lane / 4 * 2 + lane % 2;
     const unsigned barrier = cluster_address(&shared.d_logits_full, to);
     for (int part = 0; part < PARTS; ++part) {
-        const uint4 v = reinterpret_cast<const uint4*>(shared.d_rows[row][part])[chunk];
-        __half* place = &shared.d_logits[part][cluster_rank() * ROWS + row][chunk * 8];
-        cluster_send(cluster_address(place, to), v, barrier);
+        const unsigned other_low = __shfl_xor_sync(~0u, low[part], 1), other_high = __shfl_xor_sync(~0u, high[part], 1);
+        const uint4 chunk = lane % 2 ? uint4{other_low, other_high, low[part], high[part]}
+                                     : uint4{low[part], high[part], other_low, other_high};
+        __half* const place = &shared.d_logits[part][cluster_rank() * ROWS + row][lane % 4 / 2 * 8];
+        cluster_send(cluster_address(place, to), chunk, barrier);
     }
-    __syncwarp();  // d_rows is read before the next step writes it
+    if (inside && lane < 4)
+        for (int i = 0; i < 4; ++i)
+            if (first + i == (valid ? label : 0)) *loss = valid ? logf(total) - (logit[i] - largest) : not_a_number();
 }
 
-// The gradient before the ReLU, all images by this block's units, as mma's operand; a sweeper makes it for itself.
-// Returns its sums over the images, of units lane / 4 and + 8 (times D_SCALE).
+// A warp's tile of the gradient before the ReLU, units x 8 images, into shared memory as half an operand of mma, and its
+// sums over the images (times D_SCALE). hidden: what finish_hidden returned.
 template <int PARTS>
-__device__ __forceinline__ float2 hidden_gradient(const Shared<PARTS>& shared, int turn, Gradient<PARTS>& gradient) {
-    const int lane = threadIdx.x % WARP;
-    unsigned w2[PARTS][4];
-    for (int part = 0; part < PARTS; ++part) {
-        const uint4 v = shared.w2_units[turn][part][lane];
-        w2[part][0] = v.x, w2[part][1] = v.y, w2[part][2] = v.z, w2[part][3] = v.w;
+__device__ __forceinline__ void tile_gradient(Shared<PARTS>& shared, int tile, uint2 hidden,
+                                              const unsigned (&w2)[PARTS][4]) {
+    const int lane = threadIdx.x % WARP, g = lane / 4;
+    unsigned b0[PARTS], b1[PARTS];
+    if constexpr (PARTS == 2) {  // classes 0 to 7 and 8 to 15, high and low
+        unsigned d[4];
+        load_matrices<false>(d, shared_address(&shared.d_logits[lane / 16][tile * 8 + lane % 8][lane / 8 % 2 * 8]));
+        b0[0] = d[0], b1[0] = d[1], b0[1] = d[2], b1[1] = d[3];
+    } else {
+        const unsigned* const d = reinterpret_cast<const unsigned*>(shared.d_logits[0][tile * 8 + g]);
+        b0[0] = d[lane % 4], b1[0] = d[4 + lane % 4];
     }
-    float sums[2] = {};
+    float sum[4] = {};
+    multiply_parts<PARTS>(sum, w2, b0, b1);
+    const float2 y[2] = {__half22float2(half2_of(hidden.x)), __half22float2(half2_of(hidden.y))};
 #pragma unroll
-    for (int q = 0; q < SLICES; ++q) {
-        unsigned d[PARTS][4];  // classes 0 to 7 and 8 to 15 of 8 images, then of the next 8
+    for (int unit = 0; unit < 2; ++unit) {
+        const float a = y[unit].x > 0.0f ? sum[2 * unit] * (1.0f / W_SCALE) : 0.0f;
+        const float b = y[unit].y > 0.0f ? sum[2 * unit + 1] * (1.0f / W_SCALE) : 0.0f;
+        unsigned parts[PARTS];
+        split<PARTS>(a, b, parts);
         for (int part = 0; part < PARTS; ++part)
-            load_matrices<false>(d[part], shared_address(&shared.d_logits[part][q * 16 + lane / 16 * 8 + lane % 8]
-                                                                        [lane / 8 % 2 * 8]));
-#pragma unroll
-        for (int i = 0; i < 2; ++i) {
-            unsigned b0[PARTS], b1[PARTS];
-            for (int part = 0; part < PARTS; ++part) b0[part] = d[part][2 * i], b1[part] = d[part][2 * i + 1];
-            float sum[4] = {};
-            product<PARTS>(sum, w2, b0, b1);
-            const uint2 hidden = shared.hidden[0][2 * q + i][lane];
-            const float2 y[2] = {__half22float2(half2_of(hidden.x)), __half22float2(half2_of(hidden.y))};
-#pragma unroll
-            for (int unit = 0; unit < 2; ++unit) {
-                const float a = y[unit].x > 0.0f ? sum[2 * unit] * (1.0f / W_SCALE) : 0.0f;
-                const float b = y[unit].y > 0.0f ? sum[2 * unit + 1] * (1.0f / W_SCALE) : 0.0f;
-                sums[unit] += a + b;
-                unsigned parts[PARTS];
-                split<PARTS>(a, b, parts);
-                for (int part = 0; part < PARTS; ++part) gradient.d[q][part][2 * i + unit] = parts[part];
-            }
-        }
+            reinterpret_cast<unsigned*>(&shared.d_hidden[part][tile / 2][lane])[tile % 2 * 2 + unit] = parts[part];
+        const float both = quad_sum(a + b);
+        if (lane % 4 == 0) shared.d_hidden_sums[tile][g + 8 * unit] = both;
     }
-    return {quad_sum(sums[0]), quad_sum(sums[1])};
 }
 
 template <int PARTS, bool MOMENTUM>
@@ -445,13 +432,12 @@ train_mlp_sm90(const unsigned char* __restrict__ images, const long long* __rest
     const Rule rule = {momentum, weight_decay};
     const __half2 zero = __half2half2(__int2half_rn(1024 + centre));
     const float rest = fmaf(static_cast<float>(centre), scale, shift);  // a pixel is (p - centre) * scale + rest
-    const unsigned logits_bytes = BLOCKS * ROWS * 4 * classes, d_logits_bytes = PARTS * BATCH * CLASSES * 2;
+    const unsigned logits_bytes = BLOCKS * ROWS * 8 * ((classes + 1) / 2), d_logits_bytes = PARTS * BATCH * CLASSES * 2;
 
     if (threadIdx.x == 0) {
         for (int i = 0; i < STAGES; ++i) mbarrier_init(&shared.images_full[i], 1);
         mbarrier_init(&shared.logits_full, 1);
         mbarrier_init(&shared.d_logits_full, 1);
-        mbarrier_init(&shared.hidden_full, WARPS);
         mbarrier_init_fence();
         mbarrier_expect_bytes(&shared.logits_full, logits_bytes);
         mbarrier_expect_bytes(&shared.d_logits_full, d_logits_bytes);
@@ -463,7 +449,6 @@ train_mlp_sm90(const unsigned char* __restrict__ images, const long long* __rest
     const auto share_hidden = [&] {
         const float by = scale / W_SCALE, rest_by = rest / W_SCALE;
         const float low = rest_by * quad_sum(row_sums[0]), high = rest_by * quad_sum(row_sums[1]);
-#pragma unroll
         for (int i = 0; i < TILES; ++i)
             shared.hidden_shares[warp][i][lane] = {fmaf(hidden[i][0], by, low), fmaf(hidden[i][1], by, low),
                                                    fmaf(hidden[i][2], by, high), fmaf(hidden[i][3], by, high)};
@@ -475,7 +460,6 @@ train_mlp_sm90(const unsigned char* __restrict__ images, const long long* __rest
         asm volatile("" : "+r"(first));  // else the addresses of the first time wait in registers for the second
 #pragma unroll
         for (int j = 0; j < GROUPS; ++j)
-#pragma unroll
             for (int i = 0; i < 8; i += 4)
                 f(j, i, first_unit + g + i * 2 < units ? first + i * 2 * INPUTS + j * 16 : -1);
     };
@@ -509,20 +493,31 @@ train_mlp_sm90(const unsigned char* __restrict__ images, const long long* __rest
             __syncthreads();
             const float rate = rates[step];
             const int count = min(batch, rows - step * batch), stage = step % STAGES, next = (step + 1) % STAGES;
-            finish_hidden<PARTS>(shared, warp, step % 2, classes);
+            const uint2 y = finish_hidden<PARTS>(shared, warp, step % 2, classes);
             if (warp < ROWS) {
                 mbarrier_wait(&shared.logits_full, step % 2);
                 const int row = rank * ROWS + warp;
                 finish_logits<PARTS>(shared, warp, row < count, shared.labels[step % (STAGES + 1)][warp], classes,
                                      losses + static_cast<long long>(step) * batch + row);
             }
-            mbarrier_wait(&shared.hidden_full, step % 2);
+            unsigned w2_units[PARTS][4];
+            load_operand<PARTS>(w2_units, shared.w2_units[step % 2]);
             mbarrier_wait(&shared.d_logits_full, step % 2);
+            tile_gradient<PARTS>(shared, warp, y, w2_units);
+            __syncthreads();  // the gradient is whole, and nobody waits for this step's barriers any more
             if (threadIdx.x == 0) {
                 mbarrier_expect_bytes(&shared.logits_full, logits_bytes);
                 mbarrier_expect_bytes(&shared.d_logits_full, d_logits_bytes);
             }
-            const float2 sums = hidden_gradient<PARTS>(shared, step % 2, gradient);
+            for (int q = 0; q < SLICES; ++q)
+                for (int part = 0; part < PARTS; ++part) {
+                    const uint4 v = shared.d_hidden[part][q][lane];
+                    unsigned(&d)[4] = gradient.d[q][part];
+                    d[0] = v.x, d[1] = v.y, d[2] = v.z, d[3] = v.w;
+                }
+            float2 sums = {};
+            for (int i = 0; i < TILES; ++i)
+                sums.x += shared.d_hidden_sums[i][g], sums.y += shared.d_hidden_sums[i][g + 8];
             const float mean = 1.0f / (D_SCALE * static_cast<float>(count));
             gradient.factor = W_SCALE * scale * mean, gradient.rate = rate;
             gradient.offset[0] = W_SCALE * rest * mean * sums.x;
@@ -549,7 +544,7 @@ train_mlp_sm90(const unsigned char* __restrict__ images, const long long* __rest
             if constexpr (MOMENTUM) v_b1[first_unit + lane] = shared.v_b1[lane];
         }
     } else {
-        Fetcher<PARTS> fetcher(shared, images, labels, order, rows, batch, rank * ROWS);
+        Fetcher<PARTS> fetcher(shared, images, labels, order, rows, batch);
         for (int i = 0; i < STAGES; ++i) fetcher.fetch();
         Head<PARTS, MOMENTUM> head;
         head.each(
@@ -568,10 +563,14 @@ train_mlp_sm90(const unsigned char* __restrict__ images, const long long* __rest
             __syncthreads();
             const float rate = rates[step];
             const int count = min(batch, rows - step * batch);
-            finish_hidden<PARTS>(shared, warp, step % 2, classes);
-            if (step > 0) fetcher.fetch();  // batch step + 2, into the place of step - 1, which all warps have left
-            mbarrier_wait(&shared.hidden_full, step % 2);
+            const uint2 y = finish_hidden<PARTS>(shared, warp, step % 2, classes);
+            mbarrier_wait(&shared.logits_full, step % 2);
+            if (step > 0) fetcher.fetch();  // batch step + 2, into the place of step - 1
+            unsigned w2_units[PARTS][4];
+            load_operand<PARTS>(w2_units, shared.w2_units[step % 2]);
             mbarrier_wait(&shared.d_logits_full, step % 2);
+            tile_gradient<PARTS>(shared, warp, y, w2_units);
+            __syncthreads();
             head.move(shared, 1.0f / (D_SCALE * static_cast<float>(count)), rate, rule);
             head.publish(shared, (step + 1) % 2);
         }

@@ -88,6 +88,16 @@ __device__ __forceinline__ void bulk_load(void* to, const void* from, int bytes,
                  : "memory");
 }
 
+// The same to the same place in every block that `mask` names; each one's own barrier counts them.
+__device__ __forceinline__ void bulk_load_multicast(void* to, const void* from, int bytes, unsigned long long* barrier,
+                                                    unsigned short mask) {
+    asm volatile(
+        "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.multicast::cluster [%0], [%1], %2, [%3], "
+        "%4;" ::"r"(shared_address(to)),
+        "l"(from), "r"(bytes), "r"(shared_address(barrier)), "h"(mask)
+        : "memory");
+}
+
 __device__ __forceinline__ void tma_store(const TensorMap* map, const void* from, int inner, int outer) {
     asm volatile("cp.async.bulk.tensor.2d.global.shared::cta.bulk_group [%0, {%2, %3}], [%1];" ::"l"(map),
                  "r"(shared_address(from)), "r"(inner), "r"(outer)
