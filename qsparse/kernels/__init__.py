@@ -9,8 +9,10 @@ Each face has a sibling in ``qsparse.oracles`` that says in plain NumPy what it 
 
 from qsparse.kernels.bias_relu_grad import bias_relu_grad
 from qsparse.kernels.gemm import gemm
+from qsparse.kernels.gemm_24 import gemm_24
 from qsparse.kernels.gemm_fp8 import gemm_fp8
 from qsparse.kernels.gemm_int8 import gemm_int8
+from qsparse.kernels.gemm_int8_24 import gemm_int8_24
 from qsparse.kernels.gemm_weight_only import gemm_weight_only
 from qsparse.kernels.mlp_int8 import mlp_int8
 from qsparse.kernels.quantize_rows import quantize_rows
@@ -24,8 +26,10 @@ __all__ = [
     "FACES",
     "bias_relu_grad",
     "gemm",
+    "gemm_24",
     "gemm_fp8",
     "gemm_int8",
+    "gemm_int8_24",
     "gemm_weight_only",
     "mlp_int8",
     "quantize_rows",

@@ -5,6 +5,14 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from qsparse.kernels._face import check_tensor, matrix
+from qsparse.kernels._load import launch
+
+SOURCE, INT8_SOURCE = "gemm_24.cu", "gemm_int8_24.cu"
+INSTANCES, INT8_INSTANCES = ("expand_24<unsigned short>", "expand_24<unsigned>"), ("expand_24<unsigned char>",)
+_BY_SIZE = {1: (INT8_SOURCE, INT8_INSTANCES[0]), 2: (SOURCE, INSTANCES[0]), 4: (SOURCE, INSTANCES[1])}
+_BLOCK = 256
+
 
 def padded(k: int) -> int:
     """The number of columns that is stored: K rounded up to whole bytes of metadata."""
@@ -17,10 +25,28 @@ def columns(metadata: Tensor) -> Tensor:
     return ((metadata[..., None] >> shifts) & 3).long().reshape(metadata.shape[0], metadata.shape[1] * 2, 2)
 
 
+def check(x: Tensor, values, metadata, dtypes: tuple[torch.dtype, ...]) -> int:
+    """The number of outputs; raise unless ``values`` and ``metadata`` are a 2:4 matrix as wide as ``x``."""
+    width = padded(x.shape[1])
+    check_tensor("values", values, dtypes, (None, width // 2))
+    check_tensor("metadata", metadata, (torch.uint8,), (values.shape[0], width // 8))
+    return values.shape[0]
+
+
 @torch.no_grad()
 def expand(values: Tensor, metadata: Tensor, k: int) -> Tensor:
-    """The dense (N, K) matrix, row-major, of ``values`` (N, Kp / 2) and ``metadata`` (N, Kp / 8)."""
-    n, groups = metadata.shape[0], metadata.shape[1] * 2
-    dense = torch.zeros((n, groups, 4), dtype=values.dtype, device=values.device)
-    dense.scatter_(2, columns(metadata), values.reshape(n, groups, 2))
-    return dense.reshape(n, groups * 4)[:, :k].contiguous()
+    """The dense (N, K) matrix of ``values`` (N, Kp / 2) and ``metadata`` (N, Kp / 8).
+
+    On a GPU its rows begin on 16-byte boundaries, as the dense products like them.
+    """
+    n, width = metadata.shape[0], padded(k)
+    if values.device.type == "cpu" or not values.numel():
+        dense = torch.zeros((n, width // 4, 4), dtype=values.dtype, device=values.device)
+        dense.scatter_(2, columns(metadata), values.reshape(n, width // 4, 2))
+        return dense.reshape(n, width)[:, :k].contiguous()
+    (values, _, ldv), (metadata, _, ldm) = (matrix(a, k_major=True) for a in (values, metadata))
+    dense = torch.empty((n, -(-width // 16) * 16), dtype=values.dtype, device=values.device)
+    source, instance = _BY_SIZE[values.element_size()]
+    arguments = (values.data_ptr(), ldv, metadata.data_ptr(), ldm, dense.data_ptr(), dense.shape[1], n, width // 8)
+    launch(values.device, source, instance, "PqPqPqqi", arguments, grid=-(-n * (width // 8) // _BLOCK), block=_BLOCK)
+    return dense[:, :k]

@@ -18,6 +18,13 @@ def _csr(device):
     return torch.arange(3 * N, dtype=torch.int32, device=device) % K, offsets
 
 
+def _two_of_four(w):
+    """``w`` (N, K) with the first and the last of every four columns kept, K being whole groups of eight."""
+    n, k = w.shape
+    values = w.reshape(n, k // 4, 4)[:, :, ::3].reshape(n, k // 2)
+    return values, torch.full((n, k // 8), 0b1100_1100, dtype=torch.uint8, device=w.device)
+
+
 def _calls(normal, integers, device) -> dict[str, tuple[tuple, dict]]:
     """Arguments of one call of each face: arrays by position, the rest by name."""
 
@@ -36,8 +43,10 @@ def _calls(normal, integers, device) -> dict[str, tuple[tuple, dict]]:
     return {
         "bias_relu_grad": ((draw(M, N), draw(M, N)), {}),
         "gemm": ((draw(M, K), draw(N, K), draw(N)), {"relu": True}),
+        "gemm_24": ((draw(M, K), *_two_of_four(draw(N, K)), draw(N)), {"relu": True}),
         "gemm_fp8": ((draw_e4m3(M, K), draw_e4m3(N, K), draw(M), draw(N), draw(N)), {}),
         "gemm_int8": ((draw_int8(M, K), draw_int8(N, K), draw(M), draw(N), draw(N)), {}),
+        "gemm_int8_24": ((draw_int8(M, K), *_two_of_four(draw_int8(N, K)), draw(M), draw(N), draw(N)), {}),
         "gemm_weight_only": ((draw(M, K).half(), draw_int8(N, K), draw(N), draw(N).half()), {"relu": True}),
         "quantize_rows": ((draw(M, K),), {}),
         "sgd": ((draw(M, K), draw(M, K), draw(M, K)), {"lr": 0.1, "momentum": 0.9, "mask": draw(M, K) > 0}),

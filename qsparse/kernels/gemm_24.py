@@ -1,0 +1,75 @@
+"""Matrix product with 2:4 sparse weights, with a fused bias and ReLU."""
+
+from __future__ import annotations
+
+import torch
+
+from qsparse.kernels import _two_four
+from qsparse.kernels._face import C_FLOATS, check_same_device, check_tensor, face
+from qsparse.kernels.gemm import gemm
+
+SOURCES = {_two_four.SOURCE: _two_four.INSTANCES}
+
+
+@face(SOURCES)
+def gemm_24(x, values, metadata, bias=None, *, relu: bool = False, out_dtype=None, tier: str | None = None):
+    """``y = act(x @ w.T + bias)`` where every four neighbouring columns of ``w`` (N, K) keep two at most.
+
+    Parameters
+    ----------
+    x : (M, K) float16, bfloat16 or float32
+        Activations, any strides.
+    values : (N, Kp / 2), dtype of ``x``
+        The two kept weights of each group of four columns, row by row; Kp is K rounded up to a multiple of 8.
+    metadata : (N, Kp / 8) uint8
+        Four bits a group: the first kept column (0 to 3) | the second << 2, the columns ascending; the group of the
+        lower columns has the lower bits of its byte. ``qsparse.sparse.compress_24`` makes both.
+    bias : (N,), dtype of ``x``, optional
+    relu : bool
+        Replace negative outputs by zero; NaN stays NaN.
+    out_dtype : dtype of ``x`` (the default), or float32
+    tier : str, optional
+        "simt": take no other, for tests and measurements.
+
+    Returns
+    -------
+    (M, N) ``out_dtype``, row-major; sums are held in float32 and rounded once.
+
+    The tier "simt", which takes everything, expands the weights and calls :func:`gemm`, as a CPU does: there the zeros
+    between are multiplied too, by a NaN or an infinity of ``x``, say. Columns that do not ascend are not looked for
+    and give wrong numbers (``qsparse.sparse.expand_24`` refuses them).
+
+    Raises TypeError for another dtype; ValueError for shapes that do not fit, arrays on two devices, or a ``tier``
+    that this GPU or these arrays cannot have.
+    """
+    if torch.compiler.is_compiling() and tier is None:
+        return _operator(x, values, metadata, bias, relu, out_dtype or x.dtype)
+    check_tensor("x", x, tuple(C_FLOATS), (None, None))
+    n = _two_four.check(x, values, metadata, (x.dtype,))
+    if bias is not None:
+        check_tensor("bias", bias, (x.dtype,), (n,))
+    out_dtype = out_dtype or x.dtype
+    if out_dtype not in (x.dtype, torch.float32):
+        raise TypeError(f"out_dtype must be the dtype of x ({x.dtype}) or torch.float32, got {out_dtype}")
+    check_same_device(x, values=values, metadata=metadata, bias=bias)
+    if tier not in (None, "simt"):
+        raise ValueError(f"tier {tier!r} is not possible for these arrays on this GPU; simt are")
+    return gemm(x, _two_four.expand(values, metadata, x.shape[1]), bias, relu=relu, out_dtype=out_dtype)
+
+
+@torch.library.custom_op("qsparse::gemm_24", mutates_args=())
+def _operator(
+    x: torch.Tensor,
+    values: torch.Tensor,
+    metadata: torch.Tensor,
+    bias: torch.Tensor | None,
+    relu: bool,
+    out_dtype: torch.dtype,
+) -> torch.Tensor:
+    """What ``torch.compile`` sees in place of the face, which it could not trace into."""
+    return gemm_24(x, values, metadata, bias, relu=relu, out_dtype=out_dtype)
+
+
+@_operator.register_fake
+def _(x, values, metadata, bias, relu, out_dtype):
+    return x.new_empty((x.shape[0], values.shape[0]), dtype=out_dtype)

@@ -1,0 +1,134 @@
+"""The product with 2:4 weights: what the metadata names is multiplied, nothing else, for every shape and tier."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from qsparse import kernels
+from qsparse.oracles.gemm_24 import gemm_24 as oracle
+from qsparse.sparse import compress_24
+
+DTYPES = (torch.float16, torch.bfloat16)
+
+
+def two_of_four(n, k, normal, dtype=torch.float16, density=1.0):
+    """A random (N, K) matrix of which every four neighbouring columns keep two at most, dense and compressed."""
+    generator = torch.Generator().manual_seed(n + k)
+    rank = torch.rand((n, -(-k // 4), 4), generator=generator).argsort(dim=2)
+    kept = ((rank < 2) & (torch.rand(rank.shape, generator=generator) < density)).reshape(n, -(-k // 4) * 4)[:, :k]
+    w = torch.where(kept, normal(n, k), 0).to(dtype)
+    return w, *compress_24(w)
+
+
+def check(y, x, values, metadata, bias, relu, assert_close, to_numpy):
+    assert_close(y, oracle(*to_numpy((x, values, metadata, bias)), relu=relu))
+
+
+SHAPES = [(1, 10, 784), (17, 64, 32), (64, 256, 784), (130, 200, 1024), (300, 129, 2056), (257, 520, 129), (5, 7, 3)]
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("dtype", [*DTYPES, torch.float32])
+def test_against_the_oracle(device, normal, shape, dtype, assert_close, to_numpy):
+    m, n, k = shape
+    x, bias = normal(m, k, dtype=dtype, device=device), normal(n, dtype=dtype, device=device)
+    _, values, metadata = (a.to(device) for a in two_of_four(n, k, normal, dtype))
+    for relu in (False, True):
+        for out_dtype in (dtype, torch.float32):
+            y = kernels.gemm_24(x, values, metadata, bias, relu=relu, out_dtype=out_dtype)
+            assert y.dtype == out_dtype
+            assert_close(y, oracle(*to_numpy((x, values, metadata, bias)), relu=relu), dtype)
+    check(kernels.gemm_24(x, values, metadata), x, values, metadata, None, False, assert_close, to_numpy)
+
+
+@pytest.mark.parametrize("shape", [(0, 5, 16), (5, 0, 16), (3, 4, 0), (0, 0, 0), (1, 1, 1), (9, 7, 33)])
+def test_empty_and_odd_shapes(device, normal, shape, assert_close, to_numpy):
+    m, n, k = shape
+    x, bias = normal(m, k, dtype=torch.float16, device=device), normal(n, dtype=torch.float16, device=device)
+    _, values, metadata = (a.to(device) for a in two_of_four(n, k, normal))
+    y = kernels.gemm_24(x, values, metadata, bias)
+    check(y, x, values, metadata, bias, False, assert_close, to_numpy)
+
+
+def test_every_pattern_in_every_place(device, to_numpy):
+    """One weight at a time of a 64 x 128 tile: its output is x's very element, and all the others are zero."""
+    n, k = 64, 128
+    x = (
+        torch.arange(1, k + 1, dtype=torch.float16, device=device)[None].repeat(3, 1)
+        + 1000 * torch.arange(3, device=device, dtype=torch.float16).view(3, 1) / 1000
+    )
+    for first, second in ((0, 1), (0, 2), (0, 3), (1, 2), (1, 3), (2, 3)):
+        nibble = first | second << 2
+        metadata = torch.full((n, k // 8), nibble | nibble << 4, dtype=torch.uint8, device=device)
+        for at in range(0, k // 2, 5):
+            values = torch.zeros((n, k // 2), dtype=torch.float16, device=device)
+            column = at // 2 * 4 + (second if at % 2 else first)
+            values[:, at] = 1
+            y = kernels.gemm_24(x, values, metadata)
+            assert torch.equal(y, x[:, column, None].expand(-1, n))
+
+
+def test_groups_that_keep_fewer_than_two(device, normal, assert_close, to_numpy):
+    for density in (0.0, 0.3):
+        w, values, metadata = two_of_four(140, 96, normal, density=density)
+        x = normal(33, 96, dtype=torch.float16, device=device)
+        y = kernels.gemm_24(x, values.to(device), metadata.to(device))
+        assert_close(y, to_numpy(x) @ to_numpy(w).T)
+
+
+def test_views_and_padded_rows(device, normal, assert_close, to_numpy):
+    w, values, metadata = two_of_four(70, 256, normal)
+    x = normal(256, 80, dtype=torch.float16, device=device).t()
+    wide_values = torch.full((70, 200), torch.nan, dtype=torch.float16, device=device)
+    wide_metadata = torch.full((70, 48), 255, dtype=torch.uint8, device=device)
+    wide_values[:, :128], wide_metadata[:, :32] = values.to(device), metadata.to(device)
+    for each in (x, x.contiguous(), x[::2], x.flip(0)):
+        y = kernels.gemm_24(each, wide_values[:, :128], wide_metadata[:, :32])
+        assert_close(y, to_numpy(each) @ to_numpy(w).T)
+    y = kernels.gemm_24(x, wide_values[:, :128][::2], wide_metadata[:, :32][::2])
+    assert_close(y, to_numpy(x) @ to_numpy(w[::2]).T)
+
+
+def test_nan_of_an_activation_stays_in_its_row(device, normal):
+    _, values, metadata = (a.to(device) for a in two_of_four(24, 64, normal))
+    x = normal(20, 64, dtype=torch.float16, device=device)
+    x[3] = torch.nan
+    for relu in (False, True):
+        y = kernels.gemm_24(x, values, metadata, relu=relu)
+        assert y[3].isnan().all()
+        assert not y[[i for i in range(20) if i != 3]].isnan().any()
+
+
+def test_refuses_what_does_not_fit(device, normal):
+    _, values, metadata = (a.to(device) for a in two_of_four(6, 24, normal))
+    x = normal(4, 24, dtype=torch.float16, device=device)
+    with pytest.raises(TypeError, match="x must be float32, float16, bfloat16, got float64"):
+        kernels.gemm_24(x.double(), values, metadata)
+    with pytest.raises(TypeError, match="values must be float16, got bfloat16"):
+        kernels.gemm_24(x, values.bfloat16(), metadata)
+    with pytest.raises(ValueError, match=r"values must have shape \(any, 12\), got \(6, 11\)"):
+        kernels.gemm_24(x, values[:, :11], metadata)
+    with pytest.raises(ValueError, match=r"metadata must have shape \(6, 3\), got \(6, 2\)"):
+        kernels.gemm_24(x, values, metadata[:, :2])
+    with pytest.raises(TypeError, match="metadata must be uint8"):
+        kernels.gemm_24(x, values, metadata.int())
+    with pytest.raises(ValueError, match=r"bias must have shape \(6,\)"):
+        kernels.gemm_24(x, values, metadata, x[0])
+    with pytest.raises(TypeError, match="out_dtype must be the dtype of x"):
+        kernels.gemm_24(x, values, metadata, out_dtype=torch.bfloat16)
+    with pytest.raises(ValueError, match="tier 'sm70' is not possible"):
+        kernels.gemm_24(x, values, metadata, tier="sm70")
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated:DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:.*:DeprecationWarning:torch")  # Inductor's own, while it starts
+def test_compiled(device, normal):
+    torch.use_deterministic_algorithms(False)
+    torch.compiler.reset()
+    _, values, metadata = (a.to(device) for a in two_of_four(16, 32, normal))
+    x = normal(16, 32, dtype=torch.float16, device=device)
+    compiled = torch.compile(
+        lambda x: kernels.gemm_24(x, values, metadata, relu=True), fullgraph=True, backend="aot_eager"
+    )
+    assert torch.equal(compiled(x), kernels.gemm_24(x, values, metadata, relu=True))
