@@ -287,13 +287,20 @@ def multiprocessors(device: int) -> tuple[str, int]:
 
 @functools.lru_cache(maxsize=1024)
 def tensor_map(
-    address: int, dtype, rows: int, columns: int, stride: int, box: tuple[int, int], as_it_is: bool = False
+    address: int,
+    dtype,
+    rows: int,
+    columns: int,
+    stride: int,
+    box: tuple[int, int],
+    as_it_is: bool = False,
+    swizzle: int = 128,
 ) -> bytes:
-    """A TMA descriptor of a row-major matrix, 128-byte swizzled, for a ``__grid_constant__`` parameter (``128s``).
+    """A TMA descriptor of a row-major matrix for a ``__grid_constant__`` parameter (``128s``).
 
     ``stride`` is the distance between rows in elements; ``box`` is (rows, columns) of one load or store, the columns
-    spanning 128 bytes at most. The address and the stride must be multiples of 16 bytes. What a load reads beyond the
-    matrix is zero. float32 is rounded to tf32 on the way, but not ``as_it_is``.
+    spanning ``swizzle`` bytes at most: 128, 64, or 0 for rows in order. The address and the stride must be multiples of
+    16 bytes. What a load reads beyond the matrix is zero. float32 is rounded to tf32 on the way, but not ``as_it_is``.
     """
     from cuda.bindings import driver
 
@@ -308,21 +315,44 @@ def tensor_map(
         "uint8": kinds.CU_TENSOR_MAP_DATA_TYPE_UINT8,
         "float8_e4m3fn": kinds.CU_TENSOR_MAP_DATA_TYPE_UINT8,
     }[str(dtype).removeprefix("torch.")]
+    sizes, strides = (columns, rows), (stride * dtype.itemsize,)
+    what = f"{rows} x {columns}, stride {stride}, box {box}"
+    return _encoded(kind, address, sizes, strides, (box[1], box[0]), what, swizzle)
+
+
+@functools.lru_cache(maxsize=1024)
+def pairs_map(address: int, rows: int, columns: int, groups: int) -> bytes:
+    """A TMA descriptor of a row-major int8 matrix whose boxes interleave rows, for a ``__grid_constant__`` parameter.
+
+    A box is 128 columns of ``groups`` times 16 rows, which arrive as 0, 2, ..., 14, 1, 3, ..., 15 of each 16, 128-byte
+    swizzled. ``rows`` and ``columns`` are multiples of 16, the address too.
+    """
+    from cuda.bindings import driver
+
+    sizes, strides = (columns, 8, 2, rows // 16), (2 * columns, columns, 16 * columns)
+    bytes_ = driver.CUtensorMapDataType.CU_TENSOR_MAP_DATA_TYPE_UINT8
+    return _encoded(bytes_, address, sizes, strides, (128, 8, 2, groups), f"pairs of rows of {rows} x {columns}")
+
+
+def _encoded(kind, address: int, sizes: tuple, strides: tuple, box: tuple, what: str, swizzle: int = 128) -> bytes:
+    """``sizes`` and ``box`` from the contiguous dimension outwards, ``strides`` in bytes of all but that one."""
+    from cuda.bindings import driver
+
     status, encoded = driver.cuTensorMapEncodeTiled(
         kind,
-        2,
+        len(sizes),
         address,
-        [driver.cuuint64_t(columns), driver.cuuint64_t(rows)],
-        [driver.cuuint64_t(stride * dtype.itemsize)],
-        [driver.cuuint32_t(box[1]), driver.cuuint32_t(box[0])],
-        [driver.cuuint32_t(1), driver.cuuint32_t(1)],
+        [driver.cuuint64_t(size) for size in sizes],
+        [driver.cuuint64_t(stride) for stride in strides],
+        [driver.cuuint32_t(size) for size in box],
+        [driver.cuuint32_t(1) for _ in sizes],
         driver.CUtensorMapInterleave.CU_TENSOR_MAP_INTERLEAVE_NONE,
-        driver.CUtensorMapSwizzle.CU_TENSOR_MAP_SWIZZLE_128B,
+        getattr(driver.CUtensorMapSwizzle, f"CU_TENSOR_MAP_SWIZZLE_{f'{swizzle}B' if swizzle else 'NONE'}"),
         driver.CUtensorMapL2promotion.CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
         driver.CUtensorMapFloatOOBfill.CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE,
     )
     if status:
-        raise RuntimeError(f"no tensor map for {rows} x {columns}, stride {stride}, box {box}: {status.name}")
+        raise RuntimeError(f"no tensor map for {what}: {status.name}")
     return ctypes.string_at(encoded.getPtr(), 128)
 
 
