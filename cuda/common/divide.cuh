@@ -14,6 +14,8 @@ struct Divider {
     float factor, s, r, least, most;  // x / by = x * factor / s
     bool special;                     // by is no positive number: negative, 0, infinite or NaN
 
+    Divider() = default;
+
     // Quotients by `by`, any number, are clipped to [low, high], within -256..256.
     __device__ __forceinline__ Divider(float by, int low, int high) {
         const float size = fabsf(by), infinite = __uint_as_float(0x7f800000u);
@@ -29,6 +31,16 @@ struct Divider {
         r = __frcp_rn(s);
         least = low * s;  // low * s / s still rounds to low
         most = high * s;
+    }
+
+    // The same for x >= 0 and high = 127, from a reciprocal and a factor that an earlier one of `by` has worked out; where
+    // the quotient is NaN, `nearest_finite` gives 0 if `by` is not negative.
+    __device__ __forceinline__ Divider(float by, float factor, float r) : factor(factor), r(r) {
+        s = fabsf(by * factor);
+        if (!(s == s)) s = 1.0f;  // 0 and Inf
+        least = by < 0.0f ? -127.0f * s : 0.0f;
+        most = 127.0f * s;
+        special = false;
     }
 
     // clip(rint(x / by)), ties to even, of any x; 0 where the quotient is NaN.

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import torch
 
-from qsparse.kernels import _mlp_int8_sm90
+from qsparse.kernels import _mlp_int8_rows_sm90, _mlp_int8_sm90
 from qsparse.kernels._face import C_FLOATS, check_same_device, check_tensor, face
 from qsparse.kernels.gemm_int8 import gemm_int8
 from qsparse.kernels.quantize_rows import quantize_rows
 
-SOURCES = {_mlp_int8_sm90.SOURCE: _mlp_int8_sm90.INSTANCES}
+SOURCES = {module.SOURCE: module.INSTANCES for module in (_mlp_int8_sm90, _mlp_int8_rows_sm90)}
 
 
 @face(SOURCES)
@@ -48,7 +48,8 @@ def mlp_int8(x, weights, weight_scales, biases, *, input_scales=None, one_launch
     _check_layers(x, weights, weight_scales, biases, input_scales)
     layers = list(zip(weights, weight_scales, biases, input_scales, strict=True))
     if x.device.type == "cuda" and one_launch is not False and mlp_int8.tier(x.device) == "sm90":
-        y = _mlp_int8_sm90.launch_mlp(x, layers)
+        y = _mlp_int8_rows_sm90.launch_mlp(x, layers)
+        y = _mlp_int8_sm90.launch_mlp(x, layers) if y is None else y
         if y is not None:
             return y
     if one_launch:
