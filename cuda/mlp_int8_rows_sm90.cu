@@ -48,6 +48,26 @@ struct Network {
 
 __device__ __forceinline__ int panels_of(int K) { return (K + ROW - 1) / ROW; }
 
+// A wait that gives up: the barrier's phase of this parity should have been over long ago.
+__device__ __forceinline__ void await(unsigned long long* barrier, unsigned parity) {
+    asm volatile(
+        "{\n"
+        ".reg .pred done, more;\n"
+        ".reg .u32 tries;\n"
+        "mov.u32 tries, 0;\n"
+        "again:\n"
+        "mbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1;\n"
+        "@done bra over;\n"
+        "add.u32 tries, tries, 1;\n"
+        "setp.lt.u32 more, tries, 65536;\n"
+        "@more bra again;\n"
+        "trap;\n"
+        "over:\n"
+        "}" ::"r"(shared_address(barrier)),
+        "r"(parity)
+        : "memory");
+}
+
 // --- instructions ---------------------------------------------------------------------------------------------------
 
 #define QSPARSE_NUMBERS_8 "%0, %1, %2, %3, %4, %5, %6, %7"
@@ -241,7 +261,7 @@ mlp_int8_rows_sm90(const __grid_constant__ Maps maps, const __grid_constant__ Ne
     int load_layer = 0, load_panel = 0, load_stage = 0;
     unsigned load_phase = 1;
     auto load_next = [&] {
-        mbarrier_wait(&empty[load_stage], load_phase);
+        await(&empty[load_stage], load_phase);
         char* const to = ring + load_stage * STAGE;
         if (load_layer < last) {
             mbarrier_expect_bytes(&full[load_stage], STAGE);
@@ -336,7 +356,7 @@ mlp_int8_rows_sm90(const __grid_constant__ Maps maps, const __grid_constant__ Ne
                 scale_w[i / 2][i % 2] = there ? layer.scale_w[n * layer.step_w] : 0.0f;
                 bias[i / 2][i % 2] = there && layer.bias ? layer.bias[n] : there ? -0.0f : 0.0f;  // y + -0 is y
             }
-            if (C > 1) mbarrier_wait(received, l & 1);
+            if (C > 1) await(received, l & 1);
 
             int acc[MI][R / 2];
             const int whole = layer.K / ROW, rest = (layer.K % ROW + 31) / 32;
@@ -354,7 +374,7 @@ mlp_int8_rows_sm90(const __grid_constant__ Maps maps, const __grid_constant__ Ne
             };
             int previous = 0;
             for (int panel = 0; panel < whole; ++panel) {
-                mbarrier_wait(&full[stage], phase);
+                await(&full[stage], phase);
                 multiply(panel, 0, 4, panel == 0);
                 wgmma_wait<1>();  // the products of the previous stage are done, those of this one go on
                 if (panel > 0) release(previous);
@@ -362,7 +382,7 @@ mlp_int8_rows_sm90(const __grid_constant__ Maps maps, const __grid_constant__ Ne
                 next_stage();
             }
             if (rest > 0) {
-                mbarrier_wait(&full[stage], phase);
+                await(&full[stage], phase);
                 for (int kk = 0; kk < rest; ++kk) multiply(whole, kk, kk + 1, whole + kk == 0);
                 if (whole > 0) {
                     wgmma_wait<1>();
@@ -415,7 +435,7 @@ mlp_int8_rows_sm90(const __grid_constant__ Maps maps, const __grid_constant__ Ne
                     for (int other = 1; other < C; ++other)
                         cluster_raise(&maxima[r], maxima[r], raised, (rank + other) % C);
                 }
-                mbarrier_wait(raised, l & 1);
+                await(raised, l & 1);
             }
             const bool given = net.layer[l + 1].scale_x;
             const float fixed = given ? *net.layer[l + 1].scale_x : 0.0f;
@@ -461,7 +481,7 @@ mlp_int8_rows_sm90(const __grid_constant__ Maps maps, const __grid_constant__ Ne
             if (C > 1 && thread < C - 1) bulk_send(act + rank * MI * PANEL, MI * PANEL, received, (rank + 1 + thread) % C);
         }
 
-        if (C > 1) mbarrier_wait(received, last & 1);
+        if (C > 1) await(received, last & 1);
         if (mine == 0) {  // the last layer: a block's share of the rows, all outputs
             const Layer& layer = net.layer[last];
             const int from = min(rank * SHARE, R - HEAD_R);
@@ -475,7 +495,7 @@ mlp_int8_rows_sm90(const __grid_constant__ Maps maps, const __grid_constant__ Ne
             int acc[HEAD_R / 2];
             const int panels = panels_of(layer.K);
             for (int panel = 0; panel < panels; ++panel) {
-                mbarrier_wait(&full[stage], phase);
+                await(&full[stage], phase);
                 wgmma_fence();
 #pragma unroll
                 for (int kk = 0; kk < 4; ++kk)

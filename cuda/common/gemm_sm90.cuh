@@ -357,6 +357,7 @@ struct Pipeline {
                     for (int p = 0; p < MI * BN / COLS; ++p) {
                         const int i = p / (BN / COLS), first = p % (BN / COLS) * COLS;
                         const int panel_m = m0 + (share * MI + i) * 64 + 16 * warp;
+                        if (!(flags & TMA_STORE) && n0 + first >= N) continue;  // a head's few columns, say
                         char* const panel = mine + p % PANELS * PANEL_BYTES;
                         if (lane == 0) tma_store_wait_read<PANELS - 1>();
                         __syncwarp();
