@@ -52,22 +52,24 @@ def sparsify(
 ) -> MLP:
     """Return a copy of `model` that stores only the weights that stay (see `qsparse.sparse`).
 
-    `masks` maps a layer's name to a bool tensor (N, K), True where the weight stays; `format` is "csr" or "coo", and
-    may come third. Or `masks` is a `qsparse.sparse.SparseConfig`, which names the format too, and `data` the data set
-    whose training images its pruner looks at (wanda, snip and sparsegpt need it).
+    `masks` maps a layer's name to a bool tensor (N, K), True where the weight stays; `format` is "csr", "coo", "2:4",
+    "bitmap" or "auto", and may come third. Or `masks` is a `qsparse.sparse.SparseConfig`, which names the format too,
+    and `data` the data set whose training images its pruner looks at (wanda, snip, sparsegpt and movement need it).
     """
     from qsparse import sparse
 
-    if isinstance(masks, sparse.SparseConfig):
-        pruned, chosen = sparse.prune(model, masks, data)
-        return sparse.sparsify(pruned, chosen, masks.format)
-    return sparse.sparsify(model, masks, data if isinstance(data, str) else format)
+    if not isinstance(masks, sparse.SparseConfig):
+        return sparse.sparsify(model, masks, data if isinstance(data, str) else format)
+    if masks.dtype == "int8":
+        return sparse.compress(model, masks, data)
+    return sparse.sparsify_as(masks, *sparse.prune(model, masks, data))[0]
 
 
 def compress(model: MLP, config: SparseConfig, data: Dataset | None = None, order: str = "prune-first") -> MLP:
     """Return a copy of `model` with int8 weights of which only those that stay are stored (see `qsparse.sparse.int8`).
 
-    `config` is a `qsparse.sparse.SparseConfig`, and `data` the data set whose training images its pruner looks at.
+    `config` is a `qsparse.sparse.SparseConfig` (of format csr, 2:4 or auto), and `data` the data set whose training
+    images its pruner looks at.
     `order` is "prune-first", or "joint": SparseGPT prunes and rounds in one pass.
     """
     from qsparse import sparse

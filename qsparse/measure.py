@@ -26,7 +26,7 @@ from qsparse.nn import (
     Linear,
     QuantLinear,
     QuantSparseLinear,
-    SparseLinear,
+    QuantTwoFourLinear,
     WeightOnlyLinear,
     ZeroPointLinear,
 )
@@ -39,6 +39,7 @@ _CHUNK = 10_000
 # layers of several dtypes, make more of what the layers before them round differently.
 _TOLERANCE = {"float32": 1e-3, "int8": 1e-3}
 _COARSE = 2e-2
+_QUANTIZED = (QuantLinear, ZeroPointLinear, Fp8Linear, QuantSparseLinear, QuantTwoFourLinear)
 
 _OF_WHAT_RAN = (
     *("latency_us", "latency_us_p10", "latency_us_p90", "repetitions", "speedup"),
@@ -225,14 +226,12 @@ def _description(module: torch.nn.Module) -> dict:
         layers = list(module.layers().values())
     else:
         layers = [layer for layer in module.modules() if isinstance(layer, torch.nn.Linear)]
-    quantized = [
-        layer for layer in layers if isinstance(layer, (QuantLinear, ZeroPointLinear, Fp8Linear, QuantSparseLinear))
-    ]
+    quantized = [layer for layer in layers if isinstance(layer, _QUANTIZED)]
     weights_only = [layer for layer in layers if isinstance(layer, WeightOnlyLinear)]
     grouped = any(layer.group for layer in weights_only)
-    sparse = [layer for layer in layers if isinstance(layer, SparseLinear)]
+    sparse = any(hasattr(layer, "nnz") for layer in layers)
     sizes = [layer.in_features * layer.out_features for layer in layers]
-    stored = [layer.nnz if layer in sparse else size for layer, size in zip(layers, sizes, strict=True)]
+    stored = [getattr(layer, "nnz", size) for layer, size in zip(layers, sizes, strict=True)]
     return {
         "sizes": [layers[0].in_features, *(layer.out_features for layer in layers)],
         "dtype": _joined(_dtype_name(layer) for layer in layers),
@@ -240,7 +239,7 @@ def _description(module: torch.nn.Module) -> dict:
         "granularity": ("group" if grouped else "channel") if quantized or weights_only else None,
         "calibration": None,
         "method": "absmax" if quantized or weights_only else None,
-        "format": _joined(layer.format for layer in sparse) if sparse else "dense",
+        "format": _joined(getattr(layer, "format", "dense") for layer in layers),
         "density": sum(stored) / sum(sizes) if sparse else None,
     }
 
@@ -262,7 +261,7 @@ def _dtype_name(layer: torch.nn.Module) -> str:
         return f"int{layer.bits}wo"
     if isinstance(layer, Fp8Linear):
         return "float8_e4m3fn"
-    stored = layer.values if isinstance(layer, SparseLinear) else layer.weight
+    stored = layer.values if hasattr(layer, "nnz") else layer.weight
     return str(stored.dtype).removeprefix("torch.")
 
 

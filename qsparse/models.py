@@ -54,7 +54,7 @@ class MLP(torch.nn.Module):
     @property
     def input_dtype(self) -> torch.dtype:
         """The float dtype that the first layer computes in; int8 layers take float32 and quantize it themselves."""
-        return _dtype_of(next(self.children()))
+        return input_dtype_of(next(self.children()))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         layers = list(self.children())
@@ -67,7 +67,7 @@ class MLP(torch.nn.Module):
         if nn.is_quant_network(layers):
             return nn.quant_network(layers, x if x.dtype in _FLOATS else x.float())
         for layer in layers:
-            x = layer(x.to(_dtype_of(layer)))
+            x = layer(x.to(input_dtype_of(layer)))
         return x.float()
 
     def cpu_kernel(self) -> str:
@@ -102,9 +102,9 @@ def _of_layers(layers: dict[str, torch.nn.Module]) -> MLP:
     return model
 
 
-def _dtype_of(layer: torch.nn.Module) -> torch.dtype:
-    """The float dtype of a layer's activations."""
+def input_dtype_of(layer: torch.nn.Module) -> torch.dtype:
+    """The float dtype of the activations that a layer takes."""
     if isinstance(layer, nn.WeightOnlyLinear):
         return layer.dtype
-    weight = layer.values if isinstance(layer, nn.SparseLinear) else layer.weight
+    weight = layer.values if hasattr(layer, "nnz") else layer.weight
     return weight.dtype if weight.is_floating_point() else torch.float32

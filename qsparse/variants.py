@@ -20,14 +20,15 @@ from qsparse.device import resolve_device
 from qsparse.errors import UserError
 from qsparse.measure import PeerWarning, measure
 from qsparse.models import MLP
+from qsparse.nn import QuantSparseLinear
 from qsparse.quant import CalibrationWarning, QuantConfig, quantize, train_quantized
 from qsparse.report import newest
-from qsparse.sparse import EmptyLayerWarning, SparseConfig, check_density, mask_density, prune, sparsify
+from qsparse.sparse import EmptyLayerWarning, SparseConfig, check_density, mask_density, prune, sparsify_as
 from qsparse.sparse.blocks import BlockWarning
-from qsparse.sparse.config import DYNAMIC, SCHEDULES, check_int8, choose
+from qsparse.sparse.config import DYNAMIC, INT8, SCHEDULES, check_order, choose
 from qsparse.sparse.dynamic import check_dynamic, train_dynamically
 from qsparse.sparse.gradual import check_gradual, prune_gradually
-from qsparse.sparse.int8 import prune_jointly, quantize_kept
+from qsparse.sparse.int8 import prune_jointly
 from qsparse.sparse.lottery import rewind
 from qsparse.train.config import TrainConfig
 from qsparse.train.fit import fit
@@ -116,13 +117,12 @@ def sparsify_run(
     seed: int | None = None,
     schedule: str = "one-shot",
     epochs: int = 0,
-    dtype: str = "float32",
     order: str = "prune-first",
     **pruning: Any,
 ) -> Compressed:
     """Keep the fraction `density` of a run's weights, by default those of the largest magnitude over all layers, store
-    them as `format` (csr or coo), save the model as RUN/<format>-<density> and whatever else tells this pruning from
-    others, measure it beside the baseline, and append the rows to the run's rows.jsonl.
+    them as `format` (csr, coo, 2:4, bitmap or auto), save the model as RUN/<format>-<density> and whatever else tells
+    this pruning from others, measure it beside the baseline, and append the rows to the run's rows.jsonl.
 
     run, device, console, measuring: as in `quantize_run`. finetune_epochs: epochs of training with the pruned weights
     held at zero, before they are dropped. Its learning rate decays linearly from `lr` (None: the run's own) to zero;
@@ -131,9 +131,9 @@ def sparsify_run(
     "gradual": the density falls (`sparse/gradual.py`). From the weights that the run began with: "rigl" and "set"
     train a network that is sparse from the start (`sparse/dynamic.py`), where `distribution` left out is erk; "lottery"
     trains what the pruner keeps of the trained one (`sparse/lottery.py`).
-    dtype: "float32", or "int8": what stays is rounded, in the `order` of `sparse/int8.py`; the name begins with it.
-    pruning: the other settings of a `SparseConfig`: pruner, distribution, min_density, pattern, permute,
-    block, samples. seed: its seed; None for the run's.
+    order: with the dtype int8, of pruning and rounding: see `sparse/int8.py`.
+    pruning: the other settings of a `SparseConfig`: dtype, pruner, distribution, min_density, pattern, permute, block,
+    samples, auto, auto_batch. seed: its seed; None for the run's.
     Raises UserError for a density outside (0, 1], an unknown format, and as `SparseConfig` and `quantize_run`.
     """
     if schedule in DYNAMIC:
@@ -144,13 +144,21 @@ def sparsify_run(
     if lr is not None:
         TrainConfig(lr=lr)  # refuses a bad rate before anything is loaded
     _check_schedule(sparse, schedule, epochs)
-    _check_dtype(sparse, dtype, order, epochs + finetune_epochs)
+    check_order(sparse, order)
+    if order == "joint" and epochs + finetune_epochs:
+        raise UserError("joint leaves weights that are rounded already, which do not train: choose prune-first.")
     source = _open(run, device, console, measuring)
     if seed is None:
         sparse = dataclasses.replace(sparse, seed=source.config.seed)
     trained = epochs + finetune_epochs
     if trained:
         config = dataclasses.replace(source.config, epochs=trained, lr=source.config.lr if lr is None else lr)
+    if sparse.pruner == "movement" and schedule == "one-shot":
+        source.say(
+            "movement ranks weights by where training moves them, which a network that is trained already does not "
+            "show: give --schedule gradual --epochs 4, say"
+        )
+    scales = None
     with _aloud(source, EmptyLayerWarning), _aloud(source, BlockWarning):
         if schedule == "gradual":
             model = source.model.replace({})
@@ -159,7 +167,7 @@ def sparsify_run(
             model = _initial(source)
             masks = _watched(train_dynamically, source, model, sparse, config, epochs, schedule)
         elif order == "joint":
-            model, masks = prune_jointly(source.model, sparse, source.dataset)
+            model, masks, scales = prune_jointly(source.model, sparse, source.dataset)
         else:
             model, masks = prune(source.model, sparse, source.dataset)
     details: dict[str, Any] = {
@@ -187,12 +195,15 @@ def sparsify_run(
     variant = sparse.variant + ("" if seed is None else f"-seed{seed}")
     variant += f"-{schedule}{epochs}" if epochs else ""
     variant += f"-ft{finetune_epochs}" if finetune_epochs else ""
-    if dtype == "int8":
-        details |= {"order": order, "computed_in": "float32"}  # exact integers; there is no int8 sparse kernel
-        variant = f"int8-{variant}" + ("-joint" if order == "joint" else "")
-        compressed = model if order == "joint" else quantize_kept(model, masks)
-    else:
-        compressed = sparsify(model, masks, format)
+    variant += "-joint" if order == "joint" else ""
+    compressed, costs = sparsify_as(sparse, model, masks, scales)
+    if costs is not None:
+        details |= {"auto": sparse.auto, "auto_costs": costs}
+        source.say("; ".join(f"{name}: {_cheapest(each, sparse.auto)}" for name, each in costs.items()))
+    if sparse.dtype == INT8:
+        details["order"] = order
+    if any(isinstance(layer, QuantSparseLinear) for layer in compressed.children()):
+        details["computed_in"] = "float32"  # exact integers; there is no int8 CSR kernel
     return _save_and_measure(source, variant, compressed, details)
 
 
@@ -288,14 +299,10 @@ def _initial(source: _Source) -> MLP:
     return MLP(source.model.sizes, seed=source.config.seed).to(source.device)
 
 
-def _check_dtype(sparse: SparseConfig, dtype: str, order: str, epochs: int) -> None:
-    choose("dtype", dtype, ("float32", "int8"))
-    if dtype == "int8":
-        check_int8(sparse, order)
-    elif order != "prune-first":
-        raise UserError(f"The order {order} is of int8: give that dtype.")
-    if order == "joint" and epochs:
-        raise UserError("joint leaves weights that are rounded already, which do not train: choose prune-first.")
+def _cheapest(costs: dict[str, float], criterion: str) -> str:
+    """What `--format auto` found of a layer, the format that it chose first."""
+    unit = "bytes" if criterion == "bytes" else "µs"
+    return ", ".join(f"{format} {cost:,.6g} {unit}" for format, cost in sorted(costs.items(), key=lambda pair: pair[1]))
 
 
 @contextlib.contextmanager

@@ -41,15 +41,19 @@ def saved(model) -> Path:
 
 
 def variants(model: MLP) -> dict[str, MLP]:
-    masks = sparse.magnitude_masks(sparse.prunable_weights(model), 0.1)
+    masks = sparse.prune(model, sparse.SparseConfig(pattern="2:4"))[1]  # which every format holds
     quantized = {dtype: quant.quantize(model, dtype) for dtype in quant.DTYPES}
-    return {"dense": model, **quantized, **{kind: sparse.sparsify(model, masks, kind) for kind in sparse.FORMATS}}
+    ways = [*((kind, None) for kind in sparse.FORMATS), ("csr", "int8"), ("2:4", "int8"), ("2:4", "bf16")]
+    sparsified = {f"{kind} {dtype or ''}".strip(): sparse.sparsify(model, masks, kind, dtype) for kind, dtype in ways}
+    return {"dense": model, **quantized, **sparsified}
 
 
 # Models
 
 
-@pytest.mark.parametrize("kind", ["dense", "fp16", "bf16", "int8", "csr", "coo"])
+@pytest.mark.parametrize(
+    "kind", ["dense", "fp16", "bf16", "int8", "csr", "coo", "2:4", "auto", "csr int8", "2:4 int8", "2:4 bf16"]
+)
 def test_a_model_comes_back_with_the_same_bytes_and_logits(model, images, kind):
     original = variants(model)[kind]
     file = checkpoint.save_model("here", original, {"variant": kind})

@@ -125,7 +125,9 @@ def test_a_density_outside_its_range_is_refused_before_anything_is_read(density)
 def test_other_bad_settings_are_refused_before_anything_is_read():
     with pytest.raises(UserError, match="Unknown dtype 'int9'; the valid ones are fp16, bf16, int8"):
         quantize_run("runs/1", "int9")
-    with pytest.raises(UserError, match="unknown format '2:4': choose one of csr, coo"):
+    with pytest.raises(UserError, match="unknown format 'bsr': choose one of csr, coo"):
+        sparsify_run("runs/1", 0.1, "bsr")
+    with pytest.raises(UserError, match="2:4 stores 2 of each 4 weights"):
         sparsify_run("runs/1", 0.1, "2:4")
     with pytest.raises(UserError, match="--finetune-epochs is -1"):
         sparsify_run("runs/1", 0.1, finetune_epochs=-1)

@@ -2,6 +2,7 @@
 
 Every layer has ``in_features``, ``out_features``, ``activation`` (None or "relu"), ``describe()`` (what
 ``from_description`` needs to make an empty one) and ``cpu_kernel()`` (what a result row shows on a CPU).
+Sparse ones have ``format`` and ``nnz``, the number of weights that they store.
 """
 
 from qsparse.nn.fp8_linear import Fp8Linear
@@ -9,12 +10,15 @@ from qsparse.nn.linear import Linear
 from qsparse.nn.loss import cross_entropy
 from qsparse.nn.quant_linear import QuantLinear, is_quant_network, quant_network
 from qsparse.nn.quant_sparse_linear import QuantSparseLinear
+from qsparse.nn.quant_two_four_linear import QuantTwoFourLinear
 from qsparse.nn.sparse_linear import SparseLinear
+from qsparse.nn.two_four_linear import TwoFourLinear
 from qsparse.nn.weight_only_linear import WeightOnlyLinear
 from qsparse.nn.zero_point_linear import ZeroPointLinear
 
 _QUANTIZED = (QuantLinear, ZeroPointLinear, WeightOnlyLinear, Fp8Linear)
-_KINDS = {kind.__name__: kind for kind in (Linear, *_QUANTIZED, SparseLinear, QuantSparseLinear)}
+_SPARSE = (SparseLinear, QuantSparseLinear, TwoFourLinear, QuantTwoFourLinear)
+_KINDS = {kind.__name__: kind for kind in (Linear, *_QUANTIZED, *_SPARSE)}
 
 
 def from_description(description: dict):
@@ -31,7 +35,9 @@ __all__ = [
     "Linear",
     "QuantLinear",
     "QuantSparseLinear",
+    "QuantTwoFourLinear",
     "SparseLinear",
+    "TwoFourLinear",
     "WeightOnlyLinear",
     "ZeroPointLinear",
     "cross_entropy",

@@ -24,6 +24,7 @@ from qsparse.nn import (
     QuantLinear,
     QuantSparseLinear,
     SparseLinear,
+    TwoFourLinear,
     WeightOnlyLinear,
     ZeroPointLinear,
 )
@@ -106,10 +107,8 @@ def _answers(model: MLP, test: Split) -> Tensor:
 def _weights(name: str, layer: torch.nn.Module, dense: Linear) -> dict[str, Any]:
     """The histogram of a layer's weights over those of the dense model."""
     w = dense.weight.detach().float()
-    if isinstance(layer, SparseLinear):
-        kept = layer.values.detach().float()
-        if isinstance(layer, QuantSparseLinear):
-            kept = kept * layer.weight_scale.repeat_interleave(layer.row_offsets.diff())
+    if (entries := _entries(layer)) is not None:
+        kept = entries[0]
         share = kept.numel() / max(w.numel(), 1)
         note = f"the {kept.numel():,} of {w.numel():,} weights that stay ({share:.1%})"
         return _in_reals(name, w, {"stay": kept}, note)
@@ -120,6 +119,18 @@ def _weights(name: str, layer: torch.nn.Module, dense: Linear) -> dict[str, Any]
         note = f"stored as {kind}, whose grid is finer than a bar"
         return _in_reals(name, w, {kind: layer.weight.detach().float()}, note)
     return _in_reals(name, w, {}, f"stored by {type(layer).__name__}, which shows no grid")
+
+
+def _entries(layer: torch.nn.Module) -> tuple[Tensor, Tensor] | None:
+    """The numbers that a sparse layer stores, float32 (nnz,), and the column of each; None of a dense one."""
+    if isinstance(layer, TwoFourLinear):
+        return layer.entries()
+    if not isinstance(layer, SparseLinear):
+        return None
+    kept = layer.values.detach().float()
+    if isinstance(layer, QuantSparseLinear):
+        kept = kept * layer.weight_scale.repeat_interleave(layer.row_offsets.diff())
+    return kept, layer.col_indices if layer.format == "csr" else layer.cols
 
 
 def _grid(layer: torch.nn.Module) -> tuple[Tensor, Tensor, Tensor] | None:
@@ -184,10 +195,10 @@ def _masks(model: MLP) -> list[dict[str, Any]]:
     """A picture for each sparse layer that reads pixels: how many weights of each of them stay."""
     pictures = []
     for name, layer in model.layers().items():
-        if not isinstance(layer, SparseLinear) or layer.in_features != SIDE * SIDE:
+        entries = _entries(layer)
+        if entries is None or layer.in_features != SIDE * SIDE:
             continue
-        columns = layer.col_indices if layer.format == "csr" else layer.cols
-        kept = torch.bincount(columns.long(), minlength=SIDE * SIDE).reshape(SIDE, SIDE)
+        kept = torch.bincount(entries[1].long(), minlength=SIDE * SIDE).reshape(SIDE, SIDE)
         alive = int((kept > 0).sum())
         caption = (
             f"{name}: {alive} of {SIDE * SIDE} pixels keep a weight, at most {int(kept.max())} of {layer.out_features}"

@@ -24,8 +24,7 @@ def show_sizes(comparison: Comparison, file: IO[str] | None = None) -> None:
         title=f"{shape} {comparison.dtype}, density {comparison.density:g}: {comparison.nnz:,} entries",
         title_justify="left",
         caption="Break-even: the density below which the format is smaller than the dense array. Indices are int32.\n"
-        "2:4 holds 2 of each 4 entries of a row, whatever the density; its bytes are a formula, the others' those "
-        "of arrays that were built.",
+        "2:4 holds 2 of each 4 entries of a row, whatever the density.",
         caption_justify="left",
     )
     table.add_column("format", style="bold")

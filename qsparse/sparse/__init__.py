@@ -1,4 +1,5 @@
-"""Sparsity: dense model in, masks out (pruning.py); masks in, stored formats out (formats.py); models (convert.py).
+"""Sparsity: dense model in, masks out (pruning.py); masks in, stored formats out (formats.py); layers (store.py), of
+which the cheapest may be chosen (choose.py), and models of them (convert.py).
 
 A pruner is a file: magnitude.py, random_scores.py, wanda.py, snip.py, sparsegpt.py, movement.py. How many weights each
 layer keeps is settled in distribution.py, which ones by their scores in masks.py, as whole blocks in blocks.py, or in
@@ -16,7 +17,8 @@ from typing import TYPE_CHECKING, Any
 from qsparse.sparse.config import DISTRIBUTIONS, FORMATS, PRUNERS, SparseConfig, check_density, parse_pattern
 
 if TYPE_CHECKING:
-    from qsparse.sparse.convert import prunable_weights, sparsify
+    from qsparse.sparse.choose import choose_formats
+    from qsparse.sparse.convert import prunable_weights, sparsify, sparsify_as
     from qsparse.sparse.distribution import layer_counts
     from qsparse.sparse.formats import compress_24, expand_24, from_coo, from_csr, to_coo, to_csr
     from qsparse.sparse.int8 import compress
@@ -31,6 +33,7 @@ __all__ = [
     "EmptyLayerWarning",
     "SparseConfig",
     "check_density",
+    "choose_formats",
     "compress",
     "compress_24",
     "expand_24",
@@ -43,12 +46,14 @@ __all__ = [
     "prunable_weights",
     "prune",
     "sparsify",
+    "sparsify_as",
     "to_coo",
     "to_csr",
 ]
 
 _PLACES = {
     "EmptyLayerWarning": "masks",
+    "choose_formats": "choose",
     "compress": "int8",
     "compress_24": "formats",
     "expand_24": "formats",
@@ -60,6 +65,7 @@ _PLACES = {
     "prunable_weights": "convert",
     "prune": "pruning",
     "sparsify": "convert",
+    "sparsify_as": "convert",
     "to_coo": "formats",
     "to_csr": "formats",
 }

@@ -21,12 +21,14 @@ from qsparse.errors import UserError
 from qsparse.sparse import config
 
 Format = choices("Format", *config.FORMATS)
-Int8Format = choices("Int8Format", "csr")
+Int8Format = choices("Int8Format", *config.INT8_FORMATS)
 Pruner = choices("Pruner", *config.PRUNERS)
 Distribution = choices("Distribution", *config.DISTRIBUTIONS)
 Schedule = choices("Schedule", *config.SCHEDULES)
 Order = choices("Order", *config.ORDERS)
-Dtype = choices("Dtype", "int8")
+Dtype = choices("Dtype", config.INT8)
+FloatDtype = choices("FloatDtype", *(name for name in config.DTYPES if name != config.INT8))
+Criterion = choices("Criterion", *config.CRITERIA)
 ValueDtype = choices("ValueDtype", "float32", "float16", "bfloat16", "int8")
 
 
@@ -82,6 +84,10 @@ SamplesOption = Annotated[
 SeedOption = Annotated[
     int | None, typer.Option(min=0, show_default="the run's", help="Of random, and of the choice of images.")
 ]
+AutoOption = Annotated[
+    Criterion, typer.Option(help="What --format auto chooses each layer's format by, dense storage among them.")
+]
+AutoBatchOption = Annotated[int, typer.Option(min=1, help="Rows of the products that --auto time measures here.")]
 FinetuneOption = Annotated[
     int, typer.Option(min=0, help="Epochs of training after pruning, the pruned weights held at zero.")
 ]
@@ -100,7 +106,15 @@ def sparsify(
     min_density: MinDensityOption = 0.0,
     samples: SamplesOption = None,
     seed: SeedOption = None,
-    format: Annotated[Format, typer.Option(help="How the weights that stay are stored.")] = Format.csr,
+    format: Annotated[
+        Format,
+        typer.Option(help="How the weights that stay are stored; 2:4 keeps 2 of each 4 where nothing else is said."),
+    ] = Format.csr,
+    dtype: Annotated[
+        FloatDtype | None, typer.Option(show_default="fp32, of 2:4 fp16", help="Of the weights that stay.")
+    ] = None,
+    auto: AutoOption = Criterion.bytes,
+    auto_batch: AutoBatchOption = 1024,
     schedule: Annotated[
         Schedule,
         typer.Option(
@@ -124,6 +138,9 @@ def sparsify(
         run,
         as_json,
         format=format.value,
+        dtype=dtype.value if dtype else None,
+        auto=auto.value,
+        auto_batch=auto_batch,
         pruner=pruner.value,
         distribution=distribution.value if distribution else None,
         min_density=min_density,
@@ -145,6 +162,8 @@ def compress(
     run: RunArgument = None,
     dtype: Annotated[Dtype, typer.Option(help="Of the weights that stay, one scale an output channel.")] = Dtype.int8,
     format: Annotated[Int8Format, typer.Option(help="How they are stored.")] = Int8Format.csr,
+    auto: AutoOption = Criterion.bytes,
+    auto_batch: AutoBatchOption = 1024,
     order: Annotated[
         Order, typer.Option(help="Prune, then round what stays; or SparseGPT prunes and rounds in one pass.")
     ] = Order.prune_first,
@@ -164,7 +183,8 @@ def compress(
 ) -> None:
     """Prune a run and round what stays to int8. Measured beside the baseline.
 
-    There is no int8 sparse kernel: the exact integers are multiplied in float32, which the row says.
+    2:4 is multiplied in int8; there is no int8 kernel for csr, whose integers are multiplied in float32, which the row
+    says.
     """
     own = Pruner.sparsegpt if order is Order.joint else Pruner.magnitude
     _run(
@@ -173,6 +193,8 @@ def compress(
         as_json,
         dtype=dtype.value,
         format=format.value,
+        auto=auto.value,
+        auto_batch=auto_batch,
         order=order.value,
         pruner=(pruner or own).value,
         distribution=distribution.value if distribution else None,
@@ -189,7 +211,8 @@ def compress(
 
 def _run(density: Any, run: Any, as_json: bool, **options: Any) -> None:
     """Compress at one density, at several, or by a pattern, and print the table."""
-    if (density is None) == (options["pattern"] is None):
+    says_itself = options["format"] == "2:4" and density is None and options["pattern"] is None
+    if (density is None) == (options["pattern"] is None) and not says_itself:
         raise UserError("give one of --density (0.1 keeps a tenth of the weights) and --pattern (2:4)")
 
     from qsparse import variants

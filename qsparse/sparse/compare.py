@@ -1,8 +1,8 @@
 """What an array takes in each format at a density, and below which density a format is smaller than the dense array.
 
 The arrays of a format are built and their bytes counted. Bytes grow by the same step with each entry (values and
-indices) from what an empty array takes (row offsets, bits), so two small builds give the break-even. Only 2:4 is a
-formula yet: of each 4 entries along the last dimension 2 values and 4 bits, the last group padded, at any density.
+indices) from what an empty array takes (row offsets, bits), so two small builds give the break-even. 2:4 takes the same
+at any density: of each 8 entries along the last dimension 4 values and a byte, the last eight padded.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from torch import Tensor
 
 from qsparse.errors import UserError
 from qsparse.sparse.config import check_density, choose
-from qsparse.sparse.formats import to_bitmap, to_coordinates, to_csr
+from qsparse.sparse.formats import compress_24, to_bitmap, to_coordinates, to_csr
 from qsparse.sparse.masks import largest
 
 DTYPES = ("float32", "float16", "bfloat16", "int8")
@@ -29,8 +29,7 @@ class Size:
     """The bytes of one format.
 
     arrays: array name -> its bytes. ratio: to the dense array. break_even: the density below which this format is
-    smaller than the dense array; 0 where it never is; None for the dense array itself. built: whether the arrays were
-    built, or else a formula says.
+    smaller than the dense array; 0 where it never is; None for the dense array itself.
     """
 
     format: str
@@ -38,7 +37,6 @@ class Size:
     arrays: dict[str, int]
     ratio: float
     break_even: float | None
-    built: bool
 
 
 @dataclass(frozen=True)
@@ -82,7 +80,7 @@ def compare(shape: tuple[int, ...], density: float, dtype: str = "float32", *, s
     one.view(-1)[0] = True
 
     dense = array.numel() * array.element_size()
-    sizes = [Size("dense", dense, {"values": dense}, 1.0, None, True)]
+    sizes = [Size("dense", dense, {"values": dense}, 1.0, None)]
     for name, build in _BUILDERS.items():
         if name == "csr" and len(shape) != 2:
             continue
@@ -90,12 +88,12 @@ def compare(shape: tuple[int, ...], density: float, dtype: str = "float32", *, s
         empty, step = (sum(map(_bytes, build(array, m).values())) for m in (none, one))
         break_even = min(max((dense - empty) / ((step - empty) * array.numel()), 0.0), 1.0)
         total = sum(arrays.values())
-        sizes.append(Size(name, total, arrays, total / dense, break_even, True))
+        sizes.append(Size(name, total, arrays, total / dense, break_even))
     if density <= _MOST_OF_2OF4:
-        groups = array.numel() // shape[-1] * math.ceil(shape[-1] / 4)
-        arrays = {"values": 2 * groups * array.element_size(), "positions": math.ceil(groups / 2)}
+        values, metadata = compress_24(array.reshape(-1, shape[-1]), none.reshape(-1, shape[-1]))
+        arrays = {"values": _bytes(values), "metadata": _bytes(metadata)}
         total = sum(arrays.values())
-        sizes.append(Size("2:4", total, arrays, total / dense, _MOST_OF_2OF4 if total < dense else 0.0, False))
+        sizes.append(Size("2:4", total, arrays, total / dense, _MOST_OF_2OF4 if total < dense else 0.0))
     return Comparison(tuple(shape), dtype, density, nnz, sizes)
 
 

@@ -3,13 +3,27 @@
 from __future__ import annotations
 
 import dataclasses
+import math
+import numbers
 import re
 from dataclasses import dataclass
 from typing import Any
 
 from qsparse.errors import UserError
 
-FORMATS = ("csr", "coo")
+STORED = {
+    "csr": ("fp32", "fp16", "bf16", "int8"),
+    "coo": ("fp32", "fp16", "bf16"),
+    "2:4": ("fp16", "bf16", "fp32", "int8"),
+}
+"""What each format stores: its own dtype first, then what may be asked for."""
+AUTO = "auto"
+INT8 = "int8"
+FORMATS = (*STORED, AUTO)
+DTYPES = tuple(dict.fromkeys(dtype for dtypes in STORED.values() for dtype in dtypes))
+INT8_FORMATS = tuple(name for name in FORMATS if INT8 in STORED.get(name, DTYPES))
+CRITERIA = ("bytes", "time")
+"""What `auto` chooses by."""
 PRUNERS = ("magnitude", "random", "wanda", "snip", "sparsegpt", "movement")
 DISTRIBUTIONS = ("global", "uniform", "erk")
 DYNAMIC = ("rigl", "set")
@@ -18,6 +32,7 @@ ORDERS = ("prune-first", "joint")
 """Of pruning and rounding: see `int8.py`."""
 _WIDEST_GROUP = 32
 _LARGEST_BLOCK = 1024  # a side
+_OF_2OF4 = 0.5
 _OWN_DISTRIBUTION = {"wanda": "uniform", "sparsegpt": "uniform"}
 """The distribution of the paper, where it is not global."""
 
@@ -37,7 +52,12 @@ class SparseConfig:
         stays is N:M in that order.
     block: "RxC", whole blocks of R rows and C columns stay (1x16, 16x16 ...), each side up to 1024. Each layer then
         keeps less than one block fewer than its share. None: single weights.
-    format: how the weights that stay are stored, "csr" or "coo".
+    format: how the weights that stay are stored, "csr", "coo", "2:4" (for tensor cores), or "auto", the best of these
+        and of dense storage for each layer. "2:4" holds 2 of each 4 weights of a row, so it implies the
+        pattern 2:4 where it stands alone or with a density of 0.5.
+    dtype: of the values: "fp32", "fp16", "bf16" or "int8" (of what `STORED` allows). None: the format's own.
+    auto: what `auto` chooses by, "bytes", or "time" on the device that the model lies on.
+    auto_batch: rows of the products that are then timed.
     samples: training images that wanda, snip, sparsegpt and movement look at (all, where there are fewer).
     seed: of the choice of these images, and of random.
 
@@ -52,20 +72,59 @@ class SparseConfig:
     permute: bool = False
     block: str | None = None
     format: str = "csr"
+    dtype: str | None = None
+    auto: str = "bytes"
+    auto_batch: int = 1024
     samples: int = 2048
     seed: int = 0
 
     def __post_init__(self) -> None:
         choose("format", self.format, FORMATS)
+        choose("auto", self.auto, CRITERIA)
         choose("pruner", self.pruner, PRUNERS)
+        if self.dtype is not None:
+            check_stored(self.format, self.dtype)
+        for field, least in (("samples", 1), ("seed", 0), ("auto_batch", 1)):
+            value = getattr(self, field)
+            if type(value) is not int or not least <= value < 2**63:
+                raise UserError(f"{field} is {value!r}: it must be a whole number, at least {least}")
+        if type(self.permute) is not bool:
+            raise UserError(f"permute is {self.permute!r}: it must be True or False")
+        _check_number("min_density", self.min_density)
+        if self.density is not None:
+            object.__setattr__(self, "density", check_density(self.density))
+        if self.format == "2:4" and self.pattern is None:
+            self._take_pattern()
         if (self.density is None) == (self.pattern is None):
             raise UserError("Give one of a density (0.1 keeps a tenth of the weights) and a pattern (2:4), not both.")
-        for field, least in (("samples", 1), ("seed", 0)):
-            value = getattr(self, field)
-            if not isinstance(value, int) or isinstance(value, bool) or not least <= value < 2**63:
-                raise UserError(f"{field} is {value}: it must be a whole number, at least {least}")
+        self._check_where()
+        if self.pattern is not None:
+            return
+        if self.distribution is None:
+            object.__setattr__(self, "distribution", _OWN_DISTRIBUTION.get(self.pruner, "global"))
+        choose("distribution", self.distribution, DISTRIBUTIONS)
+        if not 0 <= self.min_density <= self.density:
+            raise UserError(f"min_density is {self.min_density}: it must be from 0 to the density, {self.density:g}")
+
+    def _take_pattern(self) -> None:
+        """The format 2:4 says the pattern itself."""
+        if self.density not in (None, _OF_2OF4):
+            raise UserError(
+                f"2:4 stores 2 of each 4 weights, a density of 0.5, not {self.density:g}: leave the density out, "
+                "give a sparser pattern such as 1:4, or choose another format."
+            )
+        object.__setattr__(self, "density", None)
+        object.__setattr__(self, "pattern", "2:4")
+
+    def _check_where(self) -> None:
+        """Raise UserError unless pattern, permutation and blocks go together, and into the format."""
         if self.permute and (self.pattern is None or self.pruner == "sparsegpt"):
-            raise UserError("permute orders columns for a pattern, by scores: give one, and a pruner but sparsegpt.")
+            raise UserError(
+                "--permute orders the columns for an N:M pattern, by scores: give --pattern with it (2:4, say), and a "
+                "pruner other than sparsegpt."
+            )
+        if self.permute and self.format == "2:4":
+            raise UserError("2:4 stores the columns in their own order, and --permute makes another: choose csr.")
         if self.block is not None:
             parse_block(self.block)
             if self.pattern is not None:
@@ -73,21 +132,21 @@ class SparseConfig:
             if self.pruner == "sparsegpt":
                 raise UserError("sparsegpt chooses single weights, column by column: choose another pruner for blocks.")
         if self.pattern is not None:
-            parse_pattern(self.pattern)
+            n, m = parse_pattern(self.pattern)
+            if self.format == "2:4" and not _fits_24(n, m):
+                raise UserError(f"2:4 stores at most 2 of each 4 weights, and {self.pattern} may keep more.")
             if self.distribution is not None or self.min_density:
                 raise UserError(f"The pattern {self.pattern} says what each layer keeps: give no distribution with it.")
-            return
-        object.__setattr__(self, "density", check_density(self.density))
-        if self.distribution is None:
-            object.__setattr__(self, "distribution", _OWN_DISTRIBUTION.get(self.pruner, "global"))
-        choose("distribution", self.distribution, DISTRIBUTIONS)
-        if not 0 <= self.min_density <= self.density:
-            raise UserError(f"min_density is {self.min_density}: it must be from 0 to the density, {self.density:g}")
 
     @property
     def variant(self) -> str:
         """A name that tells this pruning from others: what is not the default stands in it, such as csr-0.1-wanda."""
-        parts = [self.format, str(self.density) if self.pattern is None else self.pattern.replace(":", "of")]
+        parts = [INT8] if self.dtype == INT8 else []
+        parts.append(self.format.replace(":", "of") + (self.auto if (self.format, self.auto) == (AUTO, "time") else ""))
+        if self.pattern != self.format:  # or it is there already
+            parts.append(str(self.density) if self.pattern is None else self.pattern.replace(":", "of"))
+        if self.dtype not in (None, INT8, STORED.get(self.format, (None,))[0]):
+            parts.append(self.dtype)
         parts += [] if self.block is None else [self.block]
         parts += ["permuted"] if self.permute else []
         if self.pruner != SparseConfig.pruner:
@@ -106,23 +165,44 @@ class SparseConfig:
 
 
 def check_density(density: float) -> float:
-    """`density` as a float; raises UserError unless it lies in (0, 1] (NaN does not)."""
-    density = float(density)
+    """`density` as a float; raises UserError unless it is a number in (0, 1] (NaN does not)."""
+    _check_number("The density", density)
     if not 0.0 < density <= 1.0:
         raise UserError(
             f"The density must be above 0 and at most 1 (1 keeps every weight), not {density:g}; "
             "for 90 % sparsity give 0.1."
         )
-    return density
+    return float(density)
 
 
-def check_int8(config: SparseConfig, order: str) -> None:
-    """Raise UserError unless what `config` keeps can be rounded to int8 in that `order`."""
+def check_stored(format: str, dtype: str) -> None:
+    """Raise UserError unless `format` stores values of `dtype`."""
+    dtypes = STORED.get(format, DTYPES)
+    if dtype not in dtypes:
+        raise UserError(f"{format} stores {' or '.join(dtypes)}, not {dtype!r}.")
+
+
+def check_order(config: SparseConfig, order: str) -> None:
+    """Raise UserError unless what `config` keeps can be rounded in that `order`."""
     choose("order", order, ORDERS)
-    if config.format != "csr":
-        raise UserError(f"int8 values are stored in csr, not in {config.format}.")
+    if order == "joint" and config.dtype != INT8:
+        raise UserError("The order joint is of int8: give that dtype.")
     if order == "joint" and config.pruner != "sparsegpt":
         raise UserError(f"joint is a pass of sparsegpt, which {config.pruner} is not: choose the pruner sparsegpt.")
+
+
+def _check_number(what: str, value: object) -> None:
+    if not isinstance(value, numbers.Real) or isinstance(value, bool):
+        raise UserError(f"{what} is {value!r}: it must be a number")
+
+
+def _fits_24(n: int, m: int) -> bool:
+    """Whether n of each m neighbours are at most 2 of each 4."""
+    worst = (
+        sum(min(n, min(start + 4, group + m) - max(start, group)) for group in range(start // m * m, start + 4, m))
+        for start in range(0, math.lcm(4, m), 4)
+    )
+    return max(worst) <= 2
 
 
 def parse_pattern(pattern: str) -> tuple[int, int]:

@@ -1,13 +1,17 @@
 """Dense model and masks -> a model that stores and computes what the masks keep."""
 
+from __future__ import annotations
+
+from collections.abc import Mapping
+
 from torch import Tensor
 
 from qsparse.dense import dense_layers
-from qsparse.errors import UserError
 from qsparse.models import MLP
-from qsparse.nn import Linear, SparseLinear
-from qsparse.sparse.config import FORMATS
-from qsparse.sparse.formats import to_coo, to_csr
+from qsparse.sparse.choose import Costs, choose_formats
+from qsparse.sparse.config import AUTO, FORMATS, SparseConfig, check_stored, choose
+from qsparse.sparse.masks import check_masks
+from qsparse.sparse.store import store
 
 
 def prunable_weights(model: MLP) -> dict[str, Tensor]:
@@ -19,29 +23,52 @@ def prunable_weights(model: MLP) -> dict[str, Tensor]:
     return {name: layer.weight.detach() for name, layer in dense_layers(model, "sparsify").items()}
 
 
-def sparsify(model: MLP, masks: dict[str, Tensor], format: str = "csr") -> MLP:
+def sparsify(
+    model: MLP,
+    masks: dict[str, Tensor],
+    format: str | Mapping[str, str] = "csr",
+    dtype: str | None = None,
+    *,
+    scales: Mapping[str, Tensor] | None = None,
+) -> MLP:
     """A copy of `model` that stores the weights where `masks` are True, and nothing of the others.
 
     Args:
         model: dense; its own values at the masked-out places do not matter. Left as it was.
         masks: layer name -> bool (N, K), for every layer (as from `magnitude_masks`).
-        format: "csr" or "coo".
+        format: "csr", "coo", "2:4", "bitmap", or "auto", what takes the fewest bytes of these and of "dense" for each
+            layer; or layer name -> format (as from `choose_formats`).
+        dtype: of the values, "fp32", "fp16", "bf16" or "int8", of what the format stores; None: its own.
+        scales: of int8, layer name -> (N,) float32; None: of what stays.
 
     Raises:
-        UserError: an unknown format, a model that is already compressed or holds NaN or Inf.
-        ValueError: the masks' names or shapes are not the layers'.
+        UserError: an unknown format, one that does not store `dtype`, a number that does not fit it, a model that is
+            already compressed or holds NaN or Inf.
+        ValueError: the masks' names or shapes are not the layers', or one is not 2:4 where that is asked.
         TypeError: a mask is not bool.
     """
-    if format not in FORMATS:
-        raise UserError(f"Unknown sparse format {format!r}; the valid ones are {', '.join(FORMATS)}.")
     layers = dense_layers(model, "sparsify")
-    if masks.keys() != layers.keys():
-        raise ValueError(f"masks must name the layers {', '.join(layers)}, not {', '.join(masks) or 'none'}")
-    return model.replace({name: _to_sparse(layer, masks[name], format) for name, layer in layers.items()})
+    check_masks(masks, layers)
+    if isinstance(format, str):
+        choose("format", format, FORMATS)
+        if dtype is not None:
+            check_stored(format, dtype)
+        every = choose_formats(model, masks, dtype)[0] if format == AUTO else dict.fromkeys(layers, format)
+    else:
+        every = dict(format)
+    return model.replace(
+        {
+            name: store(name, layer, masks[name], every[name], dtype, scales and scales[name])
+            for name, layer in layers.items()
+        }
+    )
 
 
-def _to_sparse(layer: Linear, mask: Tensor, format: str) -> SparseLinear:
-    compress, build = {"csr": (to_csr, SparseLinear.from_csr), "coo": (to_coo, SparseLinear.from_coo)}[format]
-    bias = None if layer.bias is None else layer.bias.detach().clone()
-    arrays = compress(layer.weight, mask.to(layer.weight.device))
-    return build(*arrays, shape=tuple(layer.weight.shape), bias=bias, activation=layer.activation)
+def sparsify_as(
+    config: SparseConfig, model: MLP, masks: dict[str, Tensor], scales: Mapping[str, Tensor] | None = None
+) -> tuple[MLP, dict[str, Costs] | None]:
+    """`sparsify` with the format and the dtype of `config`; and, of "auto", what each format cost each layer."""
+    if config.format != AUTO:
+        return sparsify(model, masks, config.format, config.dtype, scales=scales), None
+    formats, costs = choose_formats(model, masks, config.dtype, by=config.auto, batch=config.auto_batch)
+    return sparsify(model, masks, formats, config.dtype, scales=scales), costs

@@ -1,4 +1,4 @@
-"""Both at once: weights that are pruned and rounded to int8, stored in CSR.
+"""Both at once: weights that are pruned and rounded to int8, stored in CSR or in 2:4.
 
 Symbols: W (N, K) the weights of a layer, m its mask, s (N,) one scale an output channel, Q = rint(W / s) int8.
 
@@ -10,69 +10,50 @@ Symbols: W (N, K) the weights of a layer, m its mask, s (N,) one scale an output
 
 from __future__ import annotations
 
+import dataclasses
 from functools import partial
 
 import torch
 from torch import Tensor
 
-from qsparse import kernels
 from qsparse.data import Dataset
-from qsparse.dense import dense_layers
+from qsparse.errors import UserError
 from qsparse.models import MLP
-from qsparse.nn import Linear, QuantSparseLinear
 from qsparse.quant.schemes import to_grid, to_reals
-from qsparse.sparse.config import SparseConfig, check_int8
-from qsparse.sparse.formats import to_csr
+from qsparse.sparse.config import INT8, SparseConfig, check_order
+from qsparse.sparse.convert import sparsify_as
 from qsparse.sparse.pruning import prune
-
-_BITS = 8
+from qsparse.sparse.store import BITS, scales
 
 
 def compress(model: MLP, config: SparseConfig, dataset: Dataset | None = None, order: str = "prune-first") -> MLP:
-    """A copy of a dense float32 `model` with int8 weights in CSR, chosen as `config` and rounded as `order` says.
+    """A copy of a dense float32 `model` with int8 weights, chosen and stored as `config` and rounded as `order` says.
 
-    dataset: as of `prune`. Raises and warns as `prune`; UserError for an unknown order, for "joint" with another
-    pruner than sparsegpt, and for another format than csr.
+    config: its dtype left out is int8. dataset: as of `prune`. Raises and warns as `prune`; UserError for an unknown
+    order, for "joint" with another pruner than sparsegpt, and for a format that holds no int8.
     """
-    check_int8(config, order)
+    if not isinstance(config, SparseConfig):
+        raise TypeError(f"config must be a SparseConfig, such as SparseConfig(0.1), not {type(config).__name__}")
+    if config.dtype not in (None, INT8):
+        raise UserError(f"compress rounds to int8, not to {config.dtype}: leave the dtype out, or call sparsify.")
+    config = dataclasses.replace(config, dtype=INT8)
+    check_order(config, order)
     if order == "joint":
-        return prune_jointly(model, config, dataset)[0]
-    pruned, masks = prune(model, config, dataset)
-    return quantize_kept(pruned, masks)
+        return sparsify_as(config, *prune_jointly(model, config, dataset))[0]
+    return sparsify_as(config, *prune(model, config, dataset))[0]
 
 
-def prune_jointly(model: MLP, config: SparseConfig, dataset: Dataset | None) -> tuple[MLP, dict[str, Tensor]]:
-    """`model` pruned and rounded in one pass, and the masks: layer name -> (N, K) bool."""
+def prune_jointly(
+    model: MLP, config: SparseConfig, dataset: Dataset | None
+) -> tuple[MLP, dict[str, Tensor], dict[str, Tensor]]:
+    """`model` pruned and rounded in one pass, dense; layer name -> mask (N, K) bool; layer name -> s (N,) float32."""
     alone, _ = prune(model, config, dataset)
-    scales = {name: _scales(layer.weight) for name, layer in alone.layers().items()}
-    pruned, masks = prune(model, config, dataset, rounding={name: partial(_round, s=s) for name, s in scales.items()})
-    return quantize_kept(pruned, masks, scales), masks
-
-
-def quantize_kept(model: MLP, masks: dict[str, Tensor], scales: dict[str, Tensor] | None = None) -> MLP:
-    """A copy of a dense `model` that stores the weights where `masks` are True, rounded to int8, and no others.
-
-    masks: layer name -> (N, K) bool, for every layer. scales: layer name -> s (N,) float32; None: of what stays.
-    Biases stay float32. Raises UserError for a model that is already compressed, or not finite.
-    """
-    layers = dense_layers(model, "sparsify")
-    return model.replace({name: _layer(each, masks[name], scales and scales[name]) for name, each in layers.items()})
-
-
-def _layer(layer: Linear, mask: Tensor, s: Tensor | None) -> QuantSparseLinear:
-    mask = mask.to(layer.weight.device)
-    W = layer.weight.detach().float().masked_fill(~mask, 0.0)
-    s = _scales(W) if s is None else s
-    Q = to_grid(W, s[:, None], torch.zeros_like(s)[:, None], _BITS).to(torch.int8)
-    options = {"shape": tuple(W.shape), "bias": layer.bias, "activation": layer.activation}
-    return QuantSparseLinear.from_integers(*to_csr(Q, mask), s, **options)
-
-
-def _scales(W: Tensor) -> Tensor:
-    return kernels.quantize_rows(W.detach().float())[1]
+    s = {name: scales(layer.weight) for name, layer in alone.layers().items()}
+    pruned, masks = prune(model, config, dataset, rounding={name: partial(_round, s=each) for name, each in s.items()})
+    return pruned, masks, s
 
 
 def _round(column: Tensor, s: Tensor) -> Tensor:
     """The values of a column (N,) of W on the grid, in its dtype."""
     s, zero = s.to(column.dtype), torch.zeros_like(s)
-    return to_reals(to_grid(column, s, zero, _BITS), s, zero)
+    return to_reals(to_grid(column, s, zero, BITS), s, zero)

@@ -6,6 +6,7 @@ one with the lower flat index (row by row) stays. So every count is exact, also 
 
 import math
 import warnings
+from collections.abc import Mapping
 
 import torch
 from torch import Tensor
@@ -61,6 +62,27 @@ def mask_density(masks: dict[str, Tensor]) -> float:
     """The fraction of weights that stay, over all layers (NaN when there are no weights)."""
     total = sum(mask.numel() for mask in masks.values())
     return sum(int(mask.sum()) for mask in masks.values()) / total if total else math.nan
+
+
+def check_masks(masks: object, layers: Mapping[str, torch.nn.Linear]) -> None:
+    """Raise TypeError or ValueError unless `masks` is layer name -> bool, of the shapes of the layers' weights."""
+    if not isinstance(masks, Mapping):
+        raise TypeError(
+            f"masks must be a SparseConfig, or a dict from a layer's name to a bool tensor, not {type(masks).__name__} "
+            f"({masks!r:.40}); a density is SparseConfig(0.1)"
+        )
+    if masks.keys() != layers.keys():
+        raise ValueError(f"masks must name the layers {', '.join(layers)}, not {', '.join(map(str, masks)) or 'none'}")
+    for name, layer in layers.items():
+        mask = masks[name]
+        if not isinstance(mask, Tensor) or mask.dtype != torch.bool:
+            kind = mask.dtype if isinstance(mask, Tensor) else type(mask).__name__
+            raise TypeError(f"the mask of layer {name} must be bool, a torch.Tensor, not {kind}")
+        if mask.shape != layer.weight.shape:
+            raise ValueError(
+                f"the mask of layer {name} and its weight must be of one shape, not {tuple(mask.shape)} and "
+                f"{tuple(layer.weight.shape)}"
+            )
 
 
 def _rank(scores: Tensor) -> Tensor:

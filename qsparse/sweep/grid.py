@@ -7,7 +7,7 @@ seed = [0, 1, 2]
 [[quantize]]                 # fields of QuantConfig; any number of such tables
 dtype = ["int8", "fp16"]
 
-[[sparsify]]                 # fields of SparseConfig, and finetune_epochs, lr, schedule, epochs, dtype, order
+[[sparsify]]                 # fields of SparseConfig, and finetune_epochs, lr, schedule, epochs, order
 density = [0.5, 0.1]
 format = ["csr", "coo"]
 
@@ -48,7 +48,7 @@ def _names(config: type, *others: str) -> tuple[str, ...]:
 _FIELDS = {
     "train": tuple(name for name in _names(TrainConfig) if name != "device"),
     "quantize": _names(QuantConfig),
-    "sparsify": _names(SparseConfig, "finetune_epochs", "lr", "schedule", "epochs", "dtype", "order"),
+    "sparsify": _names(SparseConfig, "finetune_epochs", "lr", "schedule", "epochs", "order"),
     "measure": ("batches", "budget_s"),
 }
 _PAIRS = {"range", "weight_range"}

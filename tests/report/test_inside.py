@@ -11,7 +11,7 @@ import torch
 from PIL import Image
 
 import qsparse
-from qsparse import checkpoint, data, variants
+from qsparse import checkpoint, data, sparse, variants
 from qsparse.collect import collect
 from qsparse.errors import UserError
 from qsparse.models import MLP
@@ -22,7 +22,7 @@ from qsparse.report.inside import Insides
 from qsparse.train.config import TrainConfig
 from qsparse.train.run import train
 
-VARIANTS = ("int8", "csr-0.02", "fp16", "coo-0.1")
+VARIANTS = ("int8", "csr-0.02", "fp16", "coo-0.1", "int8-2of4")
 
 
 @pytest.fixture(scope="module")
@@ -35,6 +35,7 @@ def run(tmp_path_factory):
     variants.quantize_run(run, variants.QuantConfig("int4", simulate=True), **options)
     variants.sparsify_run(run, 0.02, **options)
     variants.sparsify_run(run, 0.1, "coo", **options)
+    variants.sparsify_run(run, format="2:4", dtype="int8", **options)
     return run
 
 
@@ -97,6 +98,17 @@ def test_a_mask_is_the_pixels_that_keep_a_weight(run, insides, variant):
     assert f"{int((kept > 0).sum())} of 784" in mask["caption"]
 
 
+def test_2_of_4_shows_what_it_stores_as_it_multiplies_it(run, insides):
+    layer = qsparse.load(run / "int8-2of4").fc1
+    dense = sparse.expand_24(layer.values, layer.metadata, (16, 784)).float() * layer.weight_scale[:, None]
+    shown = of(insides, "int8-2of4")["layers"][0]
+    assert "the 6,272 of 12,544 weights that stay (50.0%)" in shown["label"]
+    assert max(shown["bars"][1]["x"]) >= dense.abs().max() * 0.98
+    assert sum(shown["bars"][1]["y"]) == 16 * 392
+    (mask, *_) = of(insides, "int8-2of4")["masks"]
+    assert "784 of 784 pixels keep a weight" in mask["caption"]
+
+
 def test_only_sparse_layers_have_masks(insides):
     assert of(insides, "int8")["masks"] == of(insides, "fp16")["masks"] == []
     assert [one["name"] for one in of(insides, "csr-0.02")["layers"]] == ["fc1", "fc2"]
@@ -137,7 +149,7 @@ def test_report_writes_a_page_of_a_run_and_of_a_sweep(run, tmp_path, browser):
     page.on("pageerror", lambda error: faults.append(str(error)))
     page.goto(collected.page.as_uri())
     assert page.locator("#variant option").all_inner_texts() == [
-        f"{run}: {name}" for name in ("int8", "fp16", "csr-0.02", "coo-0.1")
+        f"{run}: {name}" for name in ("int8", "fp16", "csr-0.02", "coo-0.1", "int8-2of4")
     ]
     assert "cells failed" in page.inner_text("#notes")
     for place in range(4):
@@ -169,5 +181,5 @@ def test_a_run_whose_data_are_gone_is_noted(run, tmp_path, monkeypatch):
 def test_a_file_of_rows_is_read(run, tmp_path):
     file = tmp_path / "some.jsonl"
     file.write_text((run / "rows.jsonl").read_text())
-    assert len(collect([file]).rows) == 6
+    assert len(collect([file]).rows) == 7
     assert (tmp_path / "report.png").is_file()

@@ -26,7 +26,6 @@ def test_the_sizes_of_a_matrix():
         "bitmap": 4 * nnz + n // 8,
         "2:4": 2 * n + n // 8,
     }
-    assert [name for name, size in sizes.items() if not size.built] == ["2:4"]
     assert sizes["coo"].break_even == pytest.approx(1 / 3)
     assert sizes["csr"].break_even == pytest.approx((4 * n - 4 * 1025) / (8 * n))
     assert sizes["bitmap"].break_even == pytest.approx(31 / 32)
@@ -59,7 +58,7 @@ def test_just_below_the_break_even_a_format_is_smaller_and_just_above_it_is_not(
 
 def test_2_to_4_holds_no_more_than_half_and_pads_the_last_group():
     assert "2:4" not in sizes_of((8, 8), 0.6, "float16")
-    assert sizes_of((3, 5), 0.4, "float16")["2:4"].bytes == 2 * 6 * 2 + 3
+    assert sizes_of((3, 5), 0.4, "float16")["2:4"].bytes == 3 * (4 * 2 + 1)
     assert sizes_of((4, 1), 0.5, "float32")["2:4"].break_even == 0  # padded to 4, larger than dense
 
 

@@ -35,11 +35,36 @@ def test_variants_differ_by_options():
         SparseConfig(pattern="2:4"),
         SparseConfig(pattern="1:4"),
         SparseConfig(pattern="2:4", pruner="sparsegpt"),
+        SparseConfig(format="2:4"),
+        SparseConfig(format="2:4", pattern="1:4"),
+        SparseConfig(format="2:4", dtype="bf16"),
+        SparseConfig(format="2:4", dtype="int8"),
+        SparseConfig(0.1, format="auto"),
+        SparseConfig(0.1, format="auto", auto="time"),
+        SparseConfig(0.1, dtype="fp16"),
     ]
     names = [config.variant for config in configs]
     assert len(set(names)) == len(names)
     assert names[8] == "csr-2of4"
+    assert names[11:] == [
+        "2of4", "2of4-1of4", "2of4-bf16", "int8-2of4", "auto-0.1", "autotime-0.1", "csr-0.1-fp16"
+    ]  # fmt: skip
     assert not any(set(name) & set("/:\\ ") for name in names)
+    assert SparseConfig(0.1, dtype="fp32").variant == SparseConfig(0.1).variant
+
+
+def test_the_format_2_of_4_says_the_pattern_itself():
+    for config in (
+        SparseConfig(format="2:4"),
+        SparseConfig(0.5, format="2:4"),
+        SparseConfig(pattern="2:4", format="2:4"),
+    ):
+        assert (config.density, config.pattern) == (None, "2:4")
+    for pattern in ("1:4", "1:2", "1:3", "2:8", "2:12"):
+        assert SparseConfig(pattern=pattern, format="2:4").pattern == pattern
+    for pattern in ("3:4", "4:8", "2:3", "2:5", "2:6"):
+        with pytest.raises(UserError, match=f"{pattern} may keep more"):
+            SparseConfig(pattern=pattern, format="2:4")
 
 
 @pytest.mark.parametrize(
@@ -58,6 +83,28 @@ def test_variants_differ_by_options():
         ({"density": 0.5, "samples": 0}, "samples is 0"),
         ({"density": 0.5, "seed": -1}, "seed is -1"),
         ({"density": 0.5, "seed": True}, "seed is True"),
+        ({"density": "half"}, "The density is 'half': it must be a number"),
+        ({"density": [0.5]}, r"The density is \[0\.5\]: it must be a number"),
+        ({"density": 0.5, "min_density": "low"}, "min_density is 'low': it must be a number"),
+        ({"density": 0.5, "min_density": None}, "min_density is None: it must be a number"),
+        ({"density": 0.5, "samples": "many"}, "samples is 'many': it must be a whole number"),
+        ({"density": 0.5, "seed": 1.5}, r"seed is 1\.5: it must be a whole number"),
+        ({"density": 0.5, "pruner": ["wanda"]}, r"unknown pruner \['wanda'\]"),
+        ({"density": 0.5, "distribution": {}}, "unknown distribution {}"),
+        ({"density": 0.5, "format": None}, "unknown format None"),
+        ({"density": 0.5, "block": 16}, "The block must be RxC"),
+        ({"pattern": 24}, "The pattern must be N:M"),
+        ({"pattern": "2:4", "permute": "yes"}, "permute is 'yes': it must be True or False"),
+        (
+            {"density": 0.5, "permute": True},
+            "--permute orders the columns for an N:M pattern, by scores: give --pattern",
+        ),
+        ({"format": "2:4", "permute": True}, "2:4 stores the columns in their own order"),
+        ({"density": 0.3, "format": "2:4"}, r"2:4 stores 2 of each 4 weights, a density of 0\.5, not 0\.3"),
+        ({"density": 0.5, "dtype": "fp8"}, "csr stores fp32 or fp16 or bf16 or int8, not 'fp8'"),
+        ({"density": 0.5, "format": "coo", "dtype": "int8"}, "coo stores fp32 or fp16 or bf16, not 'int8'"),
+        ({"density": 0.5, "auto": "speed"}, "unknown auto 'speed': choose one of bytes, time"),
+        ({"density": 0.5, "auto_batch": 0}, "auto_batch is 0"),
         ({"pattern": "2:4", "distribution": "erk"}, "give no distribution"),
         ({"pattern": "2:4", "min_density": 0.1}, "give no distribution"),
     ],

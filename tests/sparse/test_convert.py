@@ -3,11 +3,14 @@ import math
 import pytest
 import torch
 
+import qsparse
+from qsparse import models, nn
 from qsparse.errors import UserError
 from qsparse.models import MLP
-from qsparse.nn import SparseLinear
 from qsparse.quant import quantize
 from qsparse.sparse import FORMATS, magnitude_masks, prunable_weights, sparsify
+from qsparse.sparse.config import AUTO
+from qsparse.sparse.masks import largest_of_each_group
 
 
 def pruned(model, masks):
@@ -19,7 +22,10 @@ def pruned(model, masks):
     return expected
 
 
-@pytest.mark.parametrize("format", FORMATS)
+ANYWHERE = ("csr", "coo")  # formats that hold any mask
+
+
+@pytest.mark.parametrize("format", ANYWHERE)
 @pytest.mark.parametrize("density", [0.3, 0.5, 1.0])
 def test_a_sparse_model_computes_what_the_pruned_dense_one_does(format, density):
     model = MLP((20, 30, 7), seed=1)
@@ -32,15 +38,61 @@ def test_a_sparse_model_computes_what_the_pruned_dense_one_does(format, density)
 
 
 @pytest.mark.parametrize("format", FORMATS)
+@pytest.mark.parametrize("dtype", ["fp16", "bf16", "fp32"])
+def test_every_format_computes_a_pattern_whatever_the_widths(format, dtype):
+    model = MLP((21, 30, 7), seed=1)
+    masks = {name: largest_of_each_group(w.abs(), 2, 4) for name, w in prunable_weights(model).items()}
+    stored = sparsify(model, masks, format, dtype)
+    x = torch.randn(9, 21)
+    expected = pruned(model, masks)
+    if dtype != "fp32":
+        expected = quantize(expected, dtype)
+    torch.testing.assert_close(stored(x), expected(x), rtol=1e-2, atol=1e-2 if dtype == "bf16" else 1e-3)
+    if format != AUTO:
+        assert sum(layer.nnz for layer in stored.layers().values()) == sum(int(m.sum()) for m in masks.values())
+    again = models.from_description(stored.describe())
+    again.load_state_dict(stored.state_dict())
+    assert torch.equal(again(x), stored(x))
+
+
+def test_2_of_4_is_stored_in_half_a_half_and_an_eighth_of_a_byte():
+    model = MLP((784, 64, 10))
+    masks = {name: largest_of_each_group(w.abs(), 2, 4) for name, w in prunable_weights(model).items()}
+    layer = sparsify(model, masks, "2:4").fc1
+    assert {name: (tuple(t.shape), t.dtype) for name, t in layer.state_dict().items()} == {
+        "values": ((64, 392), torch.float16), "metadata": ((64, 98), torch.uint8), "bias": ((64,), torch.float16)
+    }  # fmt: skip
+
+
+def test_metadata_that_are_none_are_refused_when_they_are_loaded():
+    model = MLP((12, 4, 2))
+    masks = {name: largest_of_each_group(w.abs(), 2, 4) for name, w in prunable_weights(model).items()}
+    layer = sparsify(model, masks, "2:4", "fp32").fc1
+    for name, value, message in (("metadata", 0, "lower one first"), ("values", 1, "values beyond column 12")):
+        state = {key: torch.full_like(t, value) if key == name else t for key, t in layer.state_dict().items()}
+        with pytest.raises(ValueError, match=message):
+            nn.from_description(layer.describe()).load_state_dict(state)
+
+
+def test_what_is_not_2_of_4_and_what_does_not_fit_16_bits_is_refused():
+    model = MLP((8, 4, 2))
+    with pytest.raises(ValueError, match="row 0 has more than two entries in columns 0 to 3"):
+        sparsify(model, full_masks(model), "2:4")
+    with torch.no_grad():
+        model.fc2.weight[0, 0] = 1e5
+    with pytest.raises(UserError, match="Layer fc2 does not fit float16"):
+        sparsify(model, full_masks(model), "csr", "fp16")
+
+
+@pytest.mark.parametrize("format", FORMATS)
 def test_biases_stay_whole_and_nothing_is_shared(format):
     model = MLP((4, 3, 2))
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     masks = {name: torch.zeros_like(weight, dtype=torch.bool) for name, weight in prunable_weights(model).items()}
     sparse = sparsify(model, masks, format)
     for name, layer in sparse.layers().items():
-        assert isinstance(layer, SparseLinear)
-        assert layer.nnz == 0
-        assert torch.equal(layer.bias, before[f"{name}.bias"])
+        assert format == "2:4" or layer.nnz == 0
+        torch.testing.assert_close(layer.bias.float(), before[f"{name}.bias"], rtol=1e-3, atol=1e-4)
         layer.bias.fill_(7)
     assert all(torch.equal(model.state_dict()[name], tensor) for name, tensor in before.items())
     assert torch.equal(sparse(torch.randn(3, 4)), torch.full((3, 2), 7.0))
@@ -48,7 +100,7 @@ def test_biases_stay_whole_and_nothing_is_shared(format):
 
 def test_an_unknown_format_lists_the_valid_ones():
     model = MLP((4, 3, 2))
-    with pytest.raises(UserError, match=r"'bsr'; the valid ones are csr, coo"):
+    with pytest.raises(UserError, match="unknown format 'bsr': choose one of csr, coo, 2:4, "):
         sparsify(model, magnitude_masks(prunable_weights(model), 0.5), "bsr")
 
 
@@ -81,6 +133,11 @@ def test_masks_must_fit_the_layers():
         sparsify(model, {"fc1": masks["fc1"]})
     with pytest.raises(ValueError, match="one shape"):
         sparsify(model, {"fc1": masks["fc1"], "fc2": masks["fc1"]})
+    for rubbish in (0.1, None, [masks], "csr"):
+        with pytest.raises(TypeError, match=r"masks must be a SparseConfig, or a dict .* SparseConfig\(0\.1\)"):
+            qsparse.sparsify(model, rubbish)
+    with pytest.raises(TypeError, match="the mask of layer fc2 must be bool"):
+        sparsify(model, {**masks, "fc2": [True]})
     with pytest.raises(TypeError, match="bool"):
         sparsify(model, {name: mask.float() for name, mask in masks.items()})
 

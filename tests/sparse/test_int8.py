@@ -1,4 +1,4 @@
-"""int8 in CSR: the bits of the dense int8 layer, both orders, what a row says and what is refused."""
+"""int8 in CSR and 2:4: the bits of the dense int8 layer, both orders, what a row says and what is refused."""
 
 import functools
 import json
@@ -13,8 +13,10 @@ from qsparse.errors import UserError
 from qsparse.measure import measure
 from qsparse.models import MLP
 from qsparse.sparse import SparseConfig
-from qsparse.sparse.int8 import prune_jointly, quantize_kept
+from qsparse.sparse.int8 import prune_jointly
+from qsparse.sparse.masks import largest_of_each_group
 from qsparse.sparse.sparsegpt import sparsegpt
+from qsparse.sparse.store import store
 from qsparse.train.config import TrainConfig
 from qsparse.train.fit import evaluate, fit
 from qsparse.train.run import train
@@ -136,7 +138,8 @@ def test_joint_keeps_the_outputs_better_than_pruning_and_rounding_apart():
 @pytest.mark.parametrize("fields", [{"density": 0.2}, {"pattern": "2:4"}])
 def test_joint_lies_on_the_grid_and_its_mask_is_exact(digits, trained, fields):
     config = SparseConfig(**fields, pruner="sparsegpt", samples=256)
-    model, masks = prune_jointly(trained, config, digits)
+    pruned, masks, scales = prune_jointly(trained, config, digits)
+    model = sparse.sparsify(pruned, masks, "csr", "int8", scales=scales)
     assert sum(int(mask.sum()) for mask in masks.values()) == round(fields.get("density", 0.5) * TOTAL)
     for name, layer in model.layers().items():
         assert layer.nnz == int(masks[name].sum())
@@ -147,8 +150,9 @@ def test_joint_lies_on_the_grid_and_its_mask_is_exact(digits, trained, fields):
 
 def test_a_layer_left_with_nothing_still_runs(digits, trained):
     masks = {name: torch.zeros_like(layer.weight, dtype=torch.bool) for name, layer in trained.layers().items()}
-    model = quantize_kept(trained, masks)
-    assert torch.equal(model(digits.test.images[:3]), trained.fc2.bias.detach().expand(3, 10))
+    for format in ("csr", "2:4"):
+        model = sparse.sparsify(trained, masks, format, "int8")
+        assert torch.equal(model(digits.test.images[:3]), trained.fc2.bias.detach().expand(3, 10))
 
 
 @pytest.mark.parametrize(
@@ -156,7 +160,8 @@ def test_a_layer_left_with_nothing_still_runs(digits, trained):
     [
         (SparseConfig(0.1), "joint", "joint is a pass of sparsegpt, which magnitude is not"),
         (SparseConfig(0.1), "quantize-first", "unknown order 'quantize-first': choose one of prune-first, joint"),
-        (SparseConfig(0.1, format="coo"), "prune-first", "stored in csr, not in coo"),
+        (SparseConfig(0.1, format="coo"), "prune-first", "coo stores fp32 or fp16 or bf16, not 'int8'"),
+        (SparseConfig(0.1, dtype="fp16"), "prune-first", "compress rounds to int8, not to fp16"),
     ],
 )
 def test_what_is_refused(trained, config, order, message):
@@ -188,11 +193,69 @@ def test_the_command_and_its_rows(tmp_path, monkeypatch):
     for options, said in (
         (("--order", "joint", "--pruner", "wanda"), "joint is a pass of sparsegpt"),
         (("--order", "joint", "--finetune-epochs", "1"), "do not train"),
-        (("--format", "2:4"), "'csr'"),
+        (("--format", "coo"), "'2:4'"),
+        (("--format", "2:4"), "2:4 stores 2 of each 4 weights, a density of 0.5, not 0.1"),
         (("--pattern", "2:4"), "give one of"),
     ):
         result = CliRunner().invoke(cli.app, ["compress", str(run), "--density", "0.1", *options])
         assert result.exit_code == 2
         assert said in " ".join(result.stderr.replace("│", " ").split())
+    with pytest.raises(TypeError, match="config must be a SparseConfig"):
+        qsparse.compress(checkpoint.load(run), 0.1)
     with pytest.raises(UserError, match="order joint is of int8"):
         variants.sparsify_run(run, 0.1, order="joint", pruner="sparsegpt")
+
+
+def pruned_layer(n, k, dtype, bias=True, seed=0):
+    """A dense layer that keeps two of each four weights, and its mask."""
+    torch.manual_seed(seed)
+    layer = nn.Linear(k, n, bias=bias).requires_grad_(False)
+    mask = largest_of_each_group(layer.weight.abs(), 2, 4)
+    layer.weight *= mask
+    return layer.to(dtype), mask
+
+
+@pytest.mark.parametrize("shape", [(1, 50), (37, 50), (2, 3, 50), (0, 50), (50,), (3, 8), (3, 9), (3, 1)], ids=str)
+@pytest.mark.parametrize("bias", [True, False])
+def test_2_of_4_in_int8_has_the_bits_of_the_dense_int8_layer(shape, bias):
+    layer, mask = pruned_layer(33, shape[-1], torch.float32, bias)
+    stored, dense = store("fc1", layer, mask, "2:4", "int8"), nn.QuantLinear.from_linear(layer)
+    x = torch.randn(shape)
+    x.view(-1)[:1] = torch.nan
+    torch.testing.assert_close(stored(x), dense(x), rtol=0, atol=0, equal_nan=True)
+    stored.activation = dense.activation = "relu"
+    torch.testing.assert_close(stored(x.bfloat16()), dense(x.bfloat16()), rtol=0, atol=0, equal_nan=True)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("shape", [(1, 784, 10), (64, 784, 256), (300, 50, 33), (1024, 784, 1024), (2048, 4096, 4096)])
+def test_2_of_4_in_int8_has_the_same_bits_on_a_gpu(shape):
+    m, k, n = shape
+    layer, mask = pruned_layer(n, k, torch.float32)
+    stored, dense = store("fc1", layer, mask, "2:4", "int8"), nn.QuantLinear.from_linear(layer)
+    x = torch.randn(m, k)
+    on_gpu = stored.cuda()(x.cuda())
+    assert torch.equal(on_gpu, dense.cuda()(x.cuda()))
+    assert torch.equal(on_gpu[:64].cpu(), dense.cpu()(x[:64]))
+
+
+def test_int8_and_2_of_4_on_the_command_line(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(variants, "measure", functools.partial(measure, budget_s=0.002, batches=(1,)))
+    run = train(TrainConfig(hidden=(64,), epochs=1, data="mnist-5k", device="cpu")).run
+    for more, variant in (
+        (("--density", "0.5"), "int8-2of4"),
+        (("--order", "joint"), "int8-2of4-sparsegpt-joint"),
+        (("--pattern", "1:4"), "int8-2of4-1of4"),
+    ):
+        line = ["compress", str(run), "--format", "2:4", *more, "--device", "cpu", "--json"]
+        result = CliRunner().invoke(cli.app, line)
+        assert result.exit_code == 0, result.stderr
+        value = json.loads(result.stdout)
+        row = value["rows"][1]
+        assert value["variant"] == variant
+        assert (row["dtype"], row["format"], row["density"]) == ("int8", "2:4", 0.5)
+        assert (row["kernel"], row.get("computed_in"), row["activations"]) == ("gemm_int8_24:cpu", None, "dynamic")
+        assert row["weight_bytes"] == 64 * (392 + 98 + 8) + 10 * (32 + 8 + 8)
+        assert row["weight_ratio"] < 0.16
+        assert row["accuracy"] == evaluate(checkpoint.load(value["saved"]), data.load("mnist-5k").test)[0]

@@ -1,0 +1,59 @@
+"""Both at once: int8 weights in 2:4 storage, activations quantized when they arrive."""
+
+from __future__ import annotations
+
+import torch
+
+from qsparse import kernels
+from qsparse.nn.two_four_linear import TwoFourLinear
+
+
+class QuantTwoFourLinear(TwoFourLinear):
+    """``y = act(x @ W.T + bias)`` with W in 2:4 storage and in int8, for inference.
+
+    ``values (N, Kp / 2)`` int8 and ``metadata`` are as ``kernels.gemm_int8_24`` takes them. ``weight_scale (N,)``
+    float32, one an output: row n of W is ``weight_scale[n]`` times its values. Each row of ``x (..., K)`` (float32,
+    float16 or bfloat16) gets its own scale, absmax / 127; one that holds NaN or Inf gives NaN. The product is exact in
+    integers and the output float32: the bits of a ``QuantLinear`` of the same weights.
+    """
+
+    weight_scale: torch.Tensor
+
+    def __init__(self, in_features: int, out_features: int, bias: bool = True, activation: str | None = None) -> None:
+        super().__init__(in_features, out_features, bias, activation, dtype=torch.float32)
+        self.values = self.values.to(torch.int8)
+        self.register_buffer("weight_scale", torch.ones(out_features))
+
+    @classmethod
+    def from_integers(cls, values, metadata, weight_scale, *, shape, bias=None, activation=None) -> QuantTwoFourLinear:
+        """From int8 ``values`` with scales (N,); ValueError for bad metadata."""
+        n, k = shape
+        layer = cls(k, n, bias is not None, activation)
+        layer.values, layer.metadata, layer.weight_scale = values, metadata, weight_scale
+        layer.bias = None if bias is None else bias.detach().float().clone()
+        layer.check()
+        return layer
+
+    @property
+    def activations(self) -> str:
+        return "dynamic"
+
+    def _reals(self) -> torch.Tensor:
+        return self.values.float() * self.weight_scale[:, None]
+
+    def _rows(self, x: torch.Tensor) -> torch.Tensor:
+        q, scale = kernels.quantize_rows(x)
+        stored = self.values, self.metadata
+        return kernels.gemm_int8_24(q, *stored, scale, self.weight_scale, self.bias, relu=self.activation == "relu")
+
+    def cpu_kernel(self) -> str:
+        return "gemm_int8_24:cpu"
+
+    def describe(self) -> dict:
+        description = super().describe()
+        del description["dtype"]
+        return {**description, "kind": "QuantTwoFourLinear"}
+
+    @classmethod
+    def from_description(cls, options: dict) -> QuantTwoFourLinear:
+        return cls(**options)
