@@ -133,7 +133,7 @@ def sparsify_run(
     trains what the pruner keeps of the trained one (`sparse/lottery.py`).
     order: with the dtype int8, of pruning and rounding: see `sparse/int8.py`.
     pruning: the other settings of a `SparseConfig`: dtype, pruner, distribution, min_density, pattern, permute, block,
-    samples, auto, auto_batch. seed: its seed; None for the run's.
+    correct_bias, samples, auto, auto_batch. seed: its seed; None for the run's.
     Raises UserError for a density outside (0, 1], an unknown format, and as `SparseConfig` and `quantize_run`.
     """
     if schedule in DYNAMIC:
@@ -178,6 +178,7 @@ def sparsify_run(
         "pattern": sparse.pattern,
         "permute": sparse.permute,
         "block": sparse.block,
+        "correct_bias": sparse.correct_bias,
         "layer_density": {name: mask_density({name: mask}) for name, mask in masks.items()},
         "prune_seed": sparse.seed,
         "samples": sparse.samples,
@@ -278,6 +279,8 @@ def _quantized(source: _Source, config: QuantConfig) -> MLP:
 
 def _check_schedule(sparse: SparseConfig, schedule: str, epochs: int) -> None:
     choose("schedule", schedule, SCHEDULES)
+    if schedule != "one-shot" and sparse.correct_bias:
+        raise UserError(f"{schedule} trains the biases: --correct-bias is of pruning at one stroke.")
     if (schedule != "one-shot") != (epochs > 0) or epochs < 0:
         of = "a --schedule other than one-shot" if schedule == "one-shot" else f"--schedule {schedule}"
         raise UserError(f"--epochs is {epochs}: it is of {of}, which needs at least 1")

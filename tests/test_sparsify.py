@@ -177,6 +177,8 @@ def test_a_sweep_makes_one_table(run):
         (("--density", 0.5, "--epochs", 2), "it is of a --schedule other than one-shot"),
         (("--density", 0.5, "--lr", 0.1), "give --finetune-epochs too"),
         (("--pattern", "2:4", "--schedule", "gradual", "--epochs", 1), "none on the way"),
+        (("--density", 0.5, "--correct-bias", "--schedule", "lottery", "--epochs", 1), "of pruning at one stroke"),
+        (("--density", 0.5, "--permute"), "--permute orders the columns for an N:M pattern"),
         (("--density", 0.5, "--pruner", "sparsegpt", "--schedule", "gradual", "--epochs", 1), "another pruner"),
     ],
 )

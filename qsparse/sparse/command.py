@@ -64,11 +64,15 @@ PatternOption = Annotated[
     ),
 ]
 PermuteOption = Annotated[
-    bool, typer.Option("--permute", help="Of --pattern: search an order of the columns in which it costs less.")
+    bool, typer.Option("--permute", help="With --pattern: search an order of the columns in which it costs less.")
 ]
 BlockOption = Annotated[
     str | None,
     typer.Option(metavar="RxC", show_default=False, help="Whole blocks of R rows and C columns stay, as 1x16."),
+]
+CorrectBiasOption = Annotated[
+    bool,
+    typer.Option("--correct-bias", help="Give what pruning takes from the mean of an output back to its bias."),
 ]
 DistributionOption = Annotated[
     Distribution | None,
@@ -99,6 +103,7 @@ def sparsify(
     pattern: PatternOption = None,
     permute: PermuteOption = False,
     block: BlockOption = None,
+    correct_bias: CorrectBiasOption = False,
     pruner: Annotated[
         Pruner, typer.Option(help="What ranks the weights; all but magnitude and random look at training images.")
     ] = Pruner.magnitude,
@@ -147,6 +152,7 @@ def sparsify(
         pattern=pattern,
         permute=permute,
         block=block,
+        correct_bias=correct_bias,
         seed=seed,
         schedule=schedule.value,
         epochs=epochs,
@@ -170,6 +176,7 @@ def compress(
     pattern: PatternOption = None,
     permute: PermuteOption = False,
     block: BlockOption = None,
+    correct_bias: CorrectBiasOption = False,
     pruner: Annotated[
         Pruner | None, typer.Option(show_default="magnitude, of joint sparsegpt", help="As of sparsify.")
     ] = None,
@@ -202,6 +209,7 @@ def compress(
         pattern=pattern,
         permute=permute,
         block=block,
+        correct_bias=correct_bias,
         seed=seed,
         finetune_epochs=finetune_epochs,
         device=device.value,

@@ -52,13 +52,15 @@ class SparseConfig:
         stays is N:M in that order.
     block: "RxC", whole blocks of R rows and C columns stay (1x16, 16x16 ...), each side up to 1024. Each layer then
         keeps less than one block fewer than its share. None: single weights.
+    correct_bias: what pruning takes from the mean of an output, over the images, is given back to its bias.
     format: how the weights that stay are stored, "csr", "coo", "2:4" (for tensor cores), or "auto", the best of these
         and of dense storage for each layer. "2:4" holds 2 of each 4 weights of a row, so it implies the
         pattern 2:4 where it stands alone or with a density of 0.5.
     dtype: of the values: "fp32", "fp16", "bf16" or "int8" (of what `STORED` allows). None: the format's own.
     auto: what `auto` chooses by, "bytes", or "time" on the device that the model lies on.
     auto_batch: rows of the products that are then timed.
-    samples: training images that wanda, snip, sparsegpt and movement look at (all, where there are fewer).
+    samples: training images that wanda, snip, sparsegpt, movement and correct_bias look at (all, where there are
+        fewer).
     seed: of the choice of these images, and of random.
 
     Raises UserError, naming the field, when a value is out of range or two exclude each other.
@@ -71,6 +73,7 @@ class SparseConfig:
     pattern: str | None = None
     permute: bool = False
     block: str | None = None
+    correct_bias: bool = False
     format: str = "csr"
     dtype: str | None = None
     auto: str = "bytes"
@@ -88,8 +91,9 @@ class SparseConfig:
             value = getattr(self, field)
             if type(value) is not int or not least <= value < 2**63:
                 raise UserError(f"{field} is {value!r}: it must be a whole number, at least {least}")
-        if type(self.permute) is not bool:
-            raise UserError(f"permute is {self.permute!r}: it must be True or False")
+        for field in ("permute", "correct_bias"):
+            if type(value := getattr(self, field)) is not bool:
+                raise UserError(f"{field} is {value!r}: it must be True or False")
         _check_number("min_density", self.min_density)
         if self.density is not None:
             object.__setattr__(self, "density", check_density(self.density))
@@ -139,6 +143,11 @@ class SparseConfig:
                 raise UserError(f"The pattern {self.pattern} says what each layer keeps: give no distribution with it.")
 
     @property
+    def needs_data(self) -> bool:
+        """Whether this pruning looks at training images."""
+        return self.correct_bias or self.pruner not in ("magnitude", "random")
+
+    @property
     def variant(self) -> str:
         """A name that tells this pruning from others: what is not the default stands in it, such as csr-0.1-wanda."""
         parts = [INT8] if self.dtype == INT8 else []
@@ -149,13 +158,14 @@ class SparseConfig:
             parts.append(self.dtype)
         parts += [] if self.block is None else [self.block]
         parts += ["permuted"] if self.permute else []
+        parts += ["bias"] if self.correct_bias else []
         if self.pruner != SparseConfig.pruner:
             parts.append(self.pruner)
         if self.distribution not in (None, _OWN_DISTRIBUTION.get(self.pruner, "global")):
             parts.append(self.distribution)
         if self.min_density:
             parts.append(f"min{self.min_density}")
-        if self.pruner not in ("magnitude", "random") and self.samples != SparseConfig.samples:
+        if self.needs_data and self.samples != SparseConfig.samples:
             parts.append(f"samples{self.samples}")
         return "-".join(parts)
 

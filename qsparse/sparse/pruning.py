@@ -10,11 +10,13 @@ from collections.abc import Callable, Mapping
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from qsparse import data
 from qsparse.data import Dataset
 from qsparse.errors import UserError
 from qsparse.models import MLP
+from qsparse.quant.bias_correction import corrected_bias
 from qsparse.sparse.blocks import block_means, largest_blocks, warn_of_small
 from qsparse.sparse.config import SparseConfig, parse_block, parse_pattern
 from qsparse.sparse.convert import prunable_weights
@@ -28,7 +30,6 @@ from qsparse.sparse.snip import snip_scores
 from qsparse.sparse.sparsegpt import sparsegpt, sparsegpt_scores
 from qsparse.sparse.wanda import wanda_scores
 
-_NEED_DATA = ("wanda", "snip", "sparsegpt", "movement")
 _WHOLE_NETWORK = {"snip": snip_scores, "movement": movement_scores}
 _Calibration = tuple[Tensor, Tensor]
 Rounding = Callable[[Tensor], Tensor]
@@ -43,12 +44,13 @@ def prune(
 ) -> tuple[MLP, dict[str, Tensor]]:
     """Choose the weights of a dense `model` that stay: a dense copy of it and layer name -> mask (N, K) bool.
 
-    The copy holds new weights where the pruner makes them (SparseGPT), and zeros where a mask is False.
+    The copy holds new weights where the pruner makes them (SparseGPT), zeros where a mask is False, and new biases
+    where `config.correct_bias` asks for them.
 
     Args:
         model: dense, on the device of `dataset`. Left as it was.
-        dataset: all pruners but magnitude and random look at `config.samples` of its training images, chosen by
-            `config.seed`.
+        dataset: all pruners but magnitude and random, and the correction of biases, look at `config.samples` of its
+            training images, chosen by `config.seed`.
         rounding: of sparsegpt, layer name -> a column (N,) to its values on a grid, where weights are to lie on one.
 
     Warns:
@@ -69,6 +71,9 @@ def prune(
     with torch.no_grad():
         inputs = _inputs(model, calibration)
         for name, layer in pruned.layers().items():
+            inputs = None if inputs is None else inputs.to(layer.weight.dtype)
+            corrects = config.correct_bias and layer.bias is not None
+            exact = functional.linear(inputs, layer.weight, layer.bias) if corrects else None
             if config.pruner == "sparsegpt":
                 w, masks[name] = _sparsegpt(layer.weight, inputs, config, counts.get(name), rounding and rounding[name])
                 layer.weight.copy_(w)
@@ -76,18 +81,22 @@ def prune(
                 scores = fixed[name] if name in fixed else _scores(config.pruner, layer.weight, inputs)
                 masks[name] = _mask(scores, config, counts.get(name))
                 layer.weight.masked_fill_(~masks[name], 0.0)
+            if corrects:
+                pruned_outputs = functional.linear(inputs, layer.weight, layer.bias)
+                layer.bias.copy_(corrected_bias(layer.bias, exact, pruned_outputs))
             if inputs is not None:
-                inputs = layer(inputs.to(layer.weight.dtype))
+                inputs = layer(inputs)
     warn_of_empty(masks)
     return pruned, masks
 
 
 def _calibration(config: SparseConfig, dataset: Dataset | None) -> _Calibration | None:
     """The images (M, 784) uint8 and labels (M,) that the pruner looks at; None where it looks at none."""
-    if config.pruner not in _NEED_DATA:
+    if not config.needs_data:
         return None
     if dataset is None or not len(dataset.train):
-        raise UserError(f"The pruner {config.pruner} looks at training images: give it a data set.")
+        what = "The correction of biases" if config.correct_bias else f"The pruner {config.pruner}"
+        raise UserError(f"{what} looks at training images: give it a data set.")
     return next(iter(data.batches(dataset.train, config.samples, seed=config.seed, epoch=0)))
 
 

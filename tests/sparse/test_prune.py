@@ -1,3 +1,4 @@
+import dataclasses
 import itertools
 
 import pytest
@@ -64,6 +65,29 @@ def test_patterns_hold_in_every_group(digits, trained, pruner, pattern):
     _, masks = prune(trained, SparseConfig(pattern=pattern, pruner=pruner, samples=256), digits)
     for mask in masks.values():
         assert (mask.reshape(len(mask), -1, m).sum(dim=2) == n).all()
+
+
+@pytest.mark.parametrize("config", [SparseConfig(0.2), SparseConfig(pattern="1:4", pruner="wanda"),
+                                    SparseConfig(0.2, "sparsegpt"), SparseConfig(0.2, block="1x8")])  # fmt: skip
+def test_corrected_biases_keep_the_mean_of_each_output(digits, trained, config):
+    config = dataclasses.replace(config, correct_bias=True, samples=512)
+    plain, masks = prune(trained, dataclasses.replace(config, correct_bias=False), digits)
+    pruned, again = prune(trained, config, digits)
+    assert torch.equal(masks["fc1"], again["fc1"])  # of the first layer, before which nothing was corrected
+    assert torch.equal(plain.fc1.weight, pruned.fc1.weight)
+    images, _ = next(iter(data.batches(digits.train, 512, seed=0, epoch=0)))
+    x = data.normalize(images, torch.float32)
+    with torch.no_grad():
+        means = [(x @ model.fc1.weight.T + model.fc1.bias).mean(dim=0) for model in (trained, pruned, plain)]
+    torch.testing.assert_close(means[1], means[0], rtol=1e-4, atol=1e-4)
+    assert (means[2] - means[0]).abs().max() > 0.01
+    assert config.variant.endswith("samples512")
+    assert "bias" in config.variant
+
+
+def test_correcting_biases_needs_images(trained):
+    with pytest.raises(UserError, match="The correction of biases looks at training images"):
+        prune(trained, SparseConfig(0.5, correct_bias=True))
 
 
 def test_the_defaults_are_the_masks_of_before(trained):
