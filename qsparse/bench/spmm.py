@@ -3,7 +3,7 @@
 A shape is that of the layer, M, N, K = batch rows, outputs, inputs; W (N, K) has random entries of a density, x and
 the values are normal. `op` is `spmm_csr`, `spmm_coo` (entries sorted by row, the peer's too) or `spmm_csr_transposed`
 (dy @ W, the input's gradient). A field `plan` says whether what a kernel finds out about W's pattern was `kept` from
-before, as in a layer, or found out in the call (`each call`).
+before, as in a layer, or found out in the call (`each call`). `gemm_24` and `gemm_int8_24` are in two_four.py.
 
 The crossover is the density below which the sparse product is faster than cuBLAS's dense one of the same dtype.
 """
@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from qsparse import kernels
+from qsparse.bench import two_four
 from qsparse.bench.harness import (
     REPETITIONS,
     TOLERANCES,
@@ -35,7 +36,7 @@ from qsparse.bench.harness import (
     willing,
 )
 from qsparse.bench.peers import pytorch, sparse
-from qsparse.bench.shapes import CPU_SPARSE, GPU_SPARSE, Shape
+from qsparse.bench.shapes import CPU_SPARSE, GPU_SHAPES, GPU_SPARSE, Shape
 from qsparse.errors import UserError
 from qsparse.measure import environment
 from qsparse.sparse import to_csr
@@ -267,8 +268,12 @@ def bench(
     does not do, before anything runs.
     """
     on_gpu = device.type == "cuda"
-    ops = tuple(ops) or OPS
+    ops = tuple(ops) or (OPS + two_four.OPS if on_gpu else OPS)
     dtypes = tuple(dtypes) or (DTYPES[:2] if on_gpu else DTYPES[:1])
+    of_24 = [op for op in ops if op in two_four.OPS]
+    if not on_gpu and of_24:
+        raise UserError(f"--op {of_24[0]}: a CPU has no sparse tensor cores; leave it out")
+    shapes_24 = tuple(shapes) or GPU_SHAPES
     shapes = tuple(shapes) or (GPU_SPARSE if on_gpu else CPU_SPARSE)
     if not on_gpu and dtypes != DTYPES[:1]:
         raise UserError(f"--dtype {dtypes[-1]}: on a CPU sparse products compute in float32; leave it out")
@@ -276,13 +281,21 @@ def bench(
     rows: list[dict] = []
     if out:
         append(out, ())  # refused now, and not after the first measurement
-    for dtype, shape, density in _cells(dtypes, shapes, tuple(densities) or DENSITIES):
+    unstructured = [op for op in ops if op not in two_four.OPS]
+    for dtype, shape, density in _cells(dtypes if unstructured else (), shapes, tuple(densities) or DENSITIES):
         given = problem(shape, density, dtype, device)
-        for op in ops:
+        for op in unstructured:
             if not _offered(op, dtype):
                 continue
             say(f"{op} {dtype} {','.join(map(str, shape))} density {density:g}")
             more = measure(given, op, dtype, where, repetitions, say)
+            rows.extend(more)
+            if out:
+                append(out, more)
+    for op, shape in itertools.product(of_24, shapes_24):
+        for dtype in [name for name in dtypes if name != "float32"] if op == "gemm_24" else ["int8"]:
+            say(f"{op} {dtype} {','.join(map(str, shape))}")
+            more = two_four.measure(op, dtype, shape, device, where, repetitions, say)
             rows.extend(more)
             if out:
                 append(out, more)

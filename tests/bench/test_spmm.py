@@ -57,6 +57,8 @@ def test_a_wrong_kernel_ends_with_an_error(monkeypatch):
 def test_what_a_cpu_does_not_do_is_refused():
     with pytest.raises(UserError, match=r"^--dtype float16"):
         spmm.bench(CPU, dtypes=("float16",))
+    with pytest.raises(UserError, match=r"^--op gemm_24: a CPU has no sparse tensor cores"):
+        spmm.bench(CPU, ops=("spmm_csr", "gemm_24"))
 
 
 def row(density: float, us: float, peer: str, peer_us: float, plan: str = "kept", op: str = "spmm_csr") -> dict:
