@@ -14,10 +14,12 @@ from qsparse.kernels.gemm_fp8 import gemm_fp8
 from qsparse.kernels.gemm_int8 import gemm_int8
 from qsparse.kernels.gemm_int8_24 import gemm_int8_24
 from qsparse.kernels.gemm_weight_only import gemm_weight_only
+from qsparse.kernels.linear_int8 import linear_int8
 from qsparse.kernels.mlp_int8 import mlp_int8
 from qsparse.kernels.quantize_rows import quantize_rows
 from qsparse.kernels.sgd import sgd
 from qsparse.kernels.softmax_cross_entropy import softmax_cross_entropy
+from qsparse.kernels.spmm_bitmap import spmm_bitmap
 from qsparse.kernels.spmm_coo import spmm_coo
 from qsparse.kernels.spmm_csr import spmm_csr
 from qsparse.kernels.train_mlp import train_mlp
@@ -31,10 +33,12 @@ __all__ = [
     "gemm_int8",
     "gemm_int8_24",
     "gemm_weight_only",
+    "linear_int8",
     "mlp_int8",
     "quantize_rows",
     "sgd",
     "softmax_cross_entropy",
+    "spmm_bitmap",
     "spmm_coo",
     "spmm_csr",
     "train_mlp",

@@ -9,6 +9,7 @@ import torch
 from qsparse import kernels
 from qsparse.kernels import _face
 from qsparse.kernels._face import face, rows
+from qsparse.sparse.bitmap_tiles import to_bitmap_tiles
 
 M, N, K = 70, 66, 40
 
@@ -23,6 +24,10 @@ def _two_of_four(w):
     n, k = w.shape
     values = w.reshape(n, k // 4, 4)[:, :, ::3].reshape(n, k // 2)
     return values, torch.full((n, k // 8), 0b1100_1100, dtype=torch.uint8, device=w.device)
+
+
+def _bitmap_tiles(w):
+    return to_bitmap_tiles(w, w > 0)
 
 
 def _calls(normal, integers, device) -> dict[str, tuple[tuple, dict]]:
@@ -48,9 +53,11 @@ def _calls(normal, integers, device) -> dict[str, tuple[tuple, dict]]:
         "gemm_int8": ((draw_int8(M, K), draw_int8(N, K), draw(M), draw(N), draw(N)), {}),
         "gemm_int8_24": ((draw_int8(M, K), *_two_of_four(draw_int8(N, K)), draw(M), draw(N), draw(N)), {}),
         "gemm_weight_only": ((draw(M, K).half(), draw_int8(N, K), draw(N), draw(N).half()), {"relu": True}),
+        "linear_int8": ((draw(M, K), draw_int8(N, K), draw(N), draw(N)), {"relu": True}),
         "quantize_rows": ((draw(M, K),), {}),
         "sgd": ((draw(M, K), draw(M, K), draw(M, K)), {"lr": 0.1, "momentum": 0.9, "mask": draw(M, K) > 0}),
         "softmax_cross_entropy": ((draw(M, N), labels), {}),
+        "spmm_bitmap": ((draw(M, K), *_bitmap_tiles(draw(N, K)), draw(N)), {"shape": (N, K), "relu": True}),
         "spmm_coo": ((draw(M, K), draw(300), rows_of_w, cols, draw(N)), {"shape": (N, K)}),
         "spmm_csr": ((draw(M, K), draw(3 * N), *_csr(device), draw(N)), {"shape": (N, K)}),
         "train_mlp": (

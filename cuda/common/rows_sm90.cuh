@@ -1,0 +1,287 @@
+// What the int8 kernels share that keep many rows of activations on the chip: products with the batch as the N of a
+// wgmma, and the quantization of float rows into the shared memory that it reads.
+//
+//   weights      are the 64 rows of a wgmma. A tensor map interleaves them, so that outputs 2 a and 2 a + 1 fall to one
+//                thread. They stream through a ring of stages of 128 bytes of K.
+//   activations  int8, lie in panels of R rows of 128 bytes, swizzled as wgmma reads them.
+#pragma once
+#include "divide.cuh"
+#include "wgmma.cuh"
+
+constexpr int ROW = 128;  // bytes of K in a stage and in a panel: the width of a swizzled row
+constexpr int WARPGROUP = 128, THREADS = 3 * WARPGROUP, CONSUMERS = 2 * WARPGROUP;
+constexpr int MOST_STAGES = 8;
+constexpr int LONGEST = 1024;  // elements of a row of x
+
+__device__ __forceinline__ int panels_of(int K) { return (K + ROW - 1) / ROW; }
+
+// A wait that gives up: the barrier's phase of this parity should have been over long ago.
+__device__ __forceinline__ void await(unsigned long long* barrier, unsigned parity) {
+    asm volatile(
+        "{\n"
+        ".reg .pred done, more;\n"
+        ".reg .u32 tries;\n"
+        "mov.u32 tries, 0;\n"
+        "again:\n"
+        "mbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1;\n"
+        "@done bra over;\n"
+        "add.u32 tries, tries, 1;\n"
+        "setp.lt.u32 more, tries, 65536;\n"
+        "@more bra again;\n"
+        "trap;\n"
+        "over:\n"
+        "}" ::"r"(shared_address(barrier)),
+        "r"(parity)
+        : "memory");
+}
+
+// --- instructions ---------------------------------------------------------------------------------------------------
+
+#define QSPARSE_NUMBERS_8 "%0, %1, %2, %3, %4, %5, %6, %7"
+#define QSPARSE_NUMBERS_16 QSPARSE_NUMBERS_8 ", %8, %9, %10, %11, %12, %13, %14, %15"
+#define QSPARSE_NUMBERS_24 QSPARSE_NUMBERS_16 ", %16, %17, %18, %19, %20, %21, %22, %23"
+#define QSPARSE_NUMBERS_40 QSPARSE_NUMBERS_24 ", %24, %25, %26, %27, %28, %29, %30, %31, %32, %33, %34, %35, %36, %37, %38, %39"
+#define QSPARSE_NUMBERS_80 QSPARSE_NUMBERS_40 \
+    ", %40, %41, %42, %43, %44, %45, %46, %47, %48, %49, %50, %51, %52, %53, %54, %55" \
+    ", %56, %57, %58, %59, %60, %61, %62, %63, %64, %65, %66, %67, %68, %69, %70, %71" \
+    ", %72, %73, %74, %75, %76, %77, %78, %79"
+#define QSPARSE_WGMMA_S8(n, count, a_at, b_at, onto, d, ...) \
+    asm volatile( \
+        "{\n.reg .pred p;\nsetp.ne.b32 p, %" #onto ", 0;\n" \
+        "wgmma.mma_async.sync.aligned.m64n" #n "k32.s32.s8.s8 {" QSPARSE_NUMBERS_##count "}, %" #a_at ", %" #b_at ", p;\n}" \
+        : __VA_ARGS__ \
+        : "l"(a), "l"(b), "r"(accumulate))
+
+// d (64 x N) += a (64 x 32) · b (N x 32), as the wrappers of common/wgmma.cuh, for the N that divide a batch evenly.
+template <int N>
+__device__ __forceinline__ void wgmma_s8(int (&d)[N / 2], unsigned long long a, unsigned long long b, int accumulate) {
+    static_assert(N == 16 || N == 32 || N == 48 || N == 64 || N == 80 || N == 160, "a wrapper for this N is not written yet");
+    if constexpr (N == 16) QSPARSE_WGMMA_S8(16, 8, 8, 9, 10, d, QSPARSE_ACC8("+r", d, 0));
+    if constexpr (N == 32)
+        QSPARSE_WGMMA_S8(32, 16, 16, 17, 18, d, QSPARSE_ACC8("+r", d, 0), QSPARSE_ACC8("+r", d, 8));
+    if constexpr (N == 48)
+        QSPARSE_WGMMA_S8(48, 24, 24, 25, 26, d, QSPARSE_ACC8("+r", d, 0), QSPARSE_ACC8("+r", d, 8),
+                         QSPARSE_ACC8("+r", d, 16));
+    if constexpr (N == 64) wgmma<signed char, 64, 0, 0>(d, a, b, accumulate);
+    if constexpr (N == 80)
+        QSPARSE_WGMMA_S8(80, 40, 40, 41, 42, d, QSPARSE_ACC32("+r", d, 0), QSPARSE_ACC8("+r", d, 32));
+    if constexpr (N == 160)
+        QSPARSE_WGMMA_S8(160, 80, 80, 81, 82, d, QSPARSE_ACC32("+r", d, 0), QSPARSE_ACC32("+r", d, 32),
+                         QSPARSE_ACC8("+r", d, 64), QSPARSE_ACC8("+r", d, 72));
+}
+
+// The box at column k of w whose rows, in groups of 16, arrive as 0, 2, ..., 14, 1, 3, ..., 15; `group` is the first.
+__device__ __forceinline__ void tma_load_pairs(void* to, const TensorMap* map, unsigned long long* barrier, int k,
+                                               int group) {
+    asm volatile(
+        "cp.async.bulk.tensor.4d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%3, %4, %4, %5}], [%2];" ::"r"(
+            shared_address(to)),
+        "l"(map), "r"(shared_address(barrier)), "r"(k), "r"(0), "r"(group)
+        : "memory");
+}
+
+// Copy plain bytes to the same place in block `rank`'s shared memory, whose barrier counts them.
+__device__ __forceinline__ void bulk_send(const void* what, int bytes, unsigned long long* barrier, unsigned rank) {
+    asm volatile(
+        "cp.async.bulk.shared::cluster.shared::cta.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(
+            cluster_address(what, rank)),
+        "r"(shared_address(what)), "r"(bytes), "r"(cluster_address(barrier, rank))
+        : "memory");
+}
+
+// Raise the word at the same place in block `rank`'s shared memory to `value`; its barrier counts 4 bytes.
+__device__ __forceinline__ void cluster_raise(unsigned* word, unsigned value, unsigned long long* barrier,
+                                              unsigned rank) {
+    asm volatile(
+        "red.async.relaxed.cluster.shared::cluster.mbarrier::complete_tx::bytes.max.u32 [%0], %1, [%2];" ::"r"(
+            cluster_address(word, rank)),
+        "r"(value), "r"(cluster_address(barrier, rank))
+        : "memory");
+}
+
+// Two 8x8 matrices of 16-bit values, transposed on their way to shared memory; lane i < 16 gives the address of row
+// i % 8 of matrix i / 8.
+__device__ __forceinline__ void stmatrix_x2_transposed(void* to, unsigned a, unsigned b) {
+    asm volatile("stmatrix.sync.aligned.m8n8.x2.trans.shared.b16 [%0], {%1, %2};" ::"r"(shared_address(to)), "r"(a),
+                 "r"(b)
+                 : "memory");
+}
+
+__device__ __forceinline__ unsigned packed(unsigned a, unsigned b, unsigned c, unsigned d) {  // of their low bytes
+    return __byte_perm(__byte_perm(a, b, 0x0040), __byte_perm(c, d, 0x0040), 0x5410);
+}
+
+// --- the input --------------------------------------------------------------------------------------------------------
+
+constexpr int PIECE = 8, PIECES = LONGEST / PIECE / 32;  // elements that a lane loads at once; such pieces of a lane
+
+// What a lane holds of a row: pieces of 8 elements, 32 pieces apart; 16-bit types fill the first half.
+struct Pieces { uint4 at[PIECES][2]; };
+
+__device__ __forceinline__ void load_row(Pieces& p, const char* row, int K, int kind, bool exists) {
+    const int lane = threadIdx.x % 32;
+#pragma unroll
+    for (int i = 0; i < PIECES; ++i) {
+        const int piece = lane + 32 * i;
+        const bool there = exists && piece * PIECE < K;
+        p.at[i][0] = p.at[i][1] = uint4{0, 0, 0, 0};
+        if (kind != 0) {
+            if (there) p.at[i][0] = reinterpret_cast<const uint4*>(row)[piece];
+        } else if (there) {
+            p.at[i][0] = reinterpret_cast<const uint4*>(row)[2 * piece];
+            p.at[i][1] = reinterpret_cast<const uint4*>(row)[2 * piece + 1];
+        }
+    }
+}
+
+__device__ __forceinline__ unsigned larger_halves(unsigned a, unsigned b) { return __vmaxu2(a, b & 0x7fff7fffu); }
+__device__ __forceinline__ unsigned larger(unsigned a, unsigned b) { return max(a, b & 0x7fffffffu); }
+
+// The bits of a row's largest magnitude as a float; NaN above Inf above all numbers.
+__device__ __forceinline__ unsigned largest_of(const Pieces& p, int kind) {
+    unsigned most = 0;
+    if (kind == 0) {
+#pragma unroll
+        for (int i = 0; i < 2 * PIECES; ++i) {
+            const uint4 v = p.at[i / 2][i % 2];
+            most = larger(larger(larger(larger(most, v.x), v.y), v.z), v.w);
+        }
+        return __reduce_max_sync(~0u, most);
+    }
+#pragma unroll
+    for (int i = 0; i < PIECES; ++i) {
+        const uint4 v = p.at[i][0];
+        most = larger_halves(larger_halves(larger_halves(larger_halves(most, v.x), v.y), v.z), v.w);
+    }
+    most = __reduce_max_sync(~0u, max(most & 0xffffu, most >> 16));
+    return kind == 2 ? most << 16 : __float_as_uint(__half2float(__ushort_as_half(static_cast<unsigned short>(most))));
+}
+
+__device__ __forceinline__ void elements_of(float (&v)[PIECE], const Pieces& p, int i, int kind) {
+    const unsigned words[8] = {p.at[i][0].x, p.at[i][0].y, p.at[i][0].z, p.at[i][0].w,
+                               p.at[i][1].x, p.at[i][1].y, p.at[i][1].z, p.at[i][1].w};
+    if (kind == 0) {
+#pragma unroll
+        for (int e = 0; e < 8; ++e) v[e] = __uint_as_float(words[e]);
+    } else if (kind == 1) {
+#pragma unroll
+        for (int e = 0; e < 8; e += 2) {
+            const float2 two = __half22float2(*reinterpret_cast<const __half2*>(&words[e / 2]));
+            v[e] = two.x, v[e + 1] = two.y;
+        }
+    } else {
+#pragma unroll
+        for (int e = 0; e < 8; e += 2)
+            v[e] = __uint_as_float(words[e / 2] << 16), v[e + 1] = __uint_as_float(words[e / 2] & 0xffff0000u);
+    }
+}
+
+// The scale of a row whose largest magnitude has these bits: its own, or a given one. NaN where a value beyond `limit`
+// spoils the row.
+__device__ __forceinline__ float scale_of(unsigned largest, bool given, float fixed, unsigned limit) {
+    float s = __fdiv_rn(__uint_as_float(largest), 127.0f);
+    if (s < 1.17549435e-38f) s = 1.0f;
+    if (given) s = fixed;
+    return largest <= limit ? s : not_a_number();
+}
+
+// Quantize `count` rows of x from row m0 on, those below M, into rows `first` and following of the panels at `act`, R rows
+// each, and their scales; rows beyond M become zeros. A warp takes one row after the other, the next one on its way.
+template <int R>
+__device__ __forceinline__ void quantize_input(char* act, float* scales, const void* source, long long m0, int M, int K,
+                                               int kind, const float* given_scale, int first, int count) {
+    const long long stride = static_cast<long long>(K) * (kind == 0 ? 4 : 2);
+    const char* const x = static_cast<const char*>(source) + m0 * stride;
+    const int exist = static_cast<int>(max(0ll, min(static_cast<long long>(count), M - m0)));
+    const bool given = given_scale;
+    const float fixed = given ? *given_scale : 0.0f;
+    const int lane = threadIdx.x % 32;
+    Pieces now, next;
+    int r = threadIdx.x / 32;
+    if (r < count) load_row(next, x + r * stride, K, kind, r < exist);
+#pragma unroll 1
+    for (; r < count; r += THREADS / 32) {
+        now = next;
+        const int after = r + THREADS / 32;
+        if (after < count) load_row(next, x + after * stride, K, kind, after < exist);
+        const float scale = scale_of(largest_of(now, kind), given, fixed, 0x7f7fffffu);
+        const Divider by(scale, -127, 127);
+        const int row = first + r;
+        if (lane == 0) scales[row] = scale;
+#pragma unroll
+        for (int i = 0; i < PIECES; ++i) {
+            const int piece = lane + 32 * i;
+            if (piece * PIECE >= K) break;
+            float v[PIECE];
+            elements_of(v, now, i, kind);
+            unsigned q[PIECE];
+            if (given) {
+#pragma unroll
+                for (int e = 0; e < PIECE; ++e) q[e] = by.nearest(v[e]);
+            } else {  // nothing lies beyond the row's own maximum; a spoilt row may hold anything
+#pragma unroll
+                for (int e = 0; e < PIECE; ++e) q[e] = by.nearest_finite<false>(v[e]);
+            }
+            char* const to = act + piece / 16 * (R * ROW) + row * ROW + (piece / 2 % 8 ^ row % 8) * 16 + piece % 2 * 8;
+            *reinterpret_cast<uint2*>(to) = make_uint2(packed(q[0], q[1], q[2], q[3]), packed(q[4], q[5], q[6], q[7]));
+        }
+    }
+}
+
+// Send the rows that a block of a cluster of C has quantized, and their scales, to the other blocks.
+template <int R, int C>
+__device__ __forceinline__ void send_input(char* act, float* scales, int panels, int rank, unsigned long long* received) {
+    constexpr int SHARE = R / C;
+    for (int i = threadIdx.x; i < (C - 1) * (panels + 1); i += THREADS) {
+        const int to = (rank + 1 + i / (panels + 1)) % C, panel = i % (panels + 1);
+        if (panel < panels) bulk_send(act + panel * (R * ROW) + rank * SHARE * ROW, SHARE * ROW, received, to);
+        else bulk_send(scales + rank * SHARE, SHARE * 4, received, to);
+    }
+}
+
+// --- products ---------------------------------------------------------------------------------------------------------
+
+// acc[i] = 64 rows of weights, those of `tile` + i, by the R rows of activations, over all of K. The ring goes on from
+// `stage` and `phase`; `release(stage)` says that this warpgroup has left one.
+template <int R, int MI, int STAGE_BYTES, class Release>
+__device__ __forceinline__ void multiply_rows(int (&acc)[MI][R / 2], const char* act, const char* ring,
+                                              unsigned long long* full, int K, int tile, int stages, int& stage,
+                                              unsigned& phase, Release release) {
+    const int whole = K / ROW, rest = (K % ROW + 31) / 32;  // of what lies beyond K nothing is multiplied
+    auto multiply = [&](int panel, int from, int to, bool fresh) {
+        const char* const ws = ring + stage * STAGE_BYTES + tile * 64 * ROW;
+        wgmma_fence();
+#pragma unroll
+        for (int kk = from; kk < to; ++kk) {
+            const auto b = wgmma_descriptor(act + panel * (R * ROW) + kk * 32, 16);
+#pragma unroll
+            for (int i = 0; i < MI; ++i)
+                wgmma_s8<R>(acc[i], wgmma_descriptor(ws + i * 64 * ROW + kk * 32, 16), b, kk > from || !fresh);
+        }
+        wgmma_commit();
+    };
+    auto next_stage = [&] {
+        if (++stage == stages) stage = 0, phase ^= 1;
+    };
+    int previous = 0;
+    for (int panel = 0; panel < whole; ++panel) {
+        await(&full[stage], phase);
+        multiply(panel, 0, 4, panel == 0);
+        wgmma_wait<1>();  // the products of the previous stage are done, those of this one go on
+        if (panel > 0) release(previous);
+        previous = stage;
+        next_stage();
+    }
+    if (rest > 0) {
+        await(&full[stage], phase);
+        for (int kk = 0; kk < rest; ++kk) multiply(whole, kk, kk + 1, whole + kk == 0);
+        if (whole > 0) {
+            wgmma_wait<1>();
+            release(previous);
+        }
+        previous = stage;
+        next_stage();
+    }
+    wgmma_wait<0>();
+    release(previous);
+}

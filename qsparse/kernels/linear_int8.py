@@ -1,0 +1,106 @@
+"""An int8 layer (W8A8) of float activations, which are quantized on the way."""
+
+from __future__ import annotations
+
+import torch
+
+from qsparse.kernels import _linear_int8_sm90
+from qsparse.kernels._face import C_FLOATS, check_same_device, check_tensor, face, rows
+from qsparse.kernels._load import multiprocessors
+from qsparse.kernels.gemm_int8 import gemm_int8
+from qsparse.kernels.quantize_rows import quantize_rows
+
+SOURCES = {_linear_int8_sm90.SOURCE: _linear_int8_sm90.INSTANCES}
+
+
+@face(SOURCES)
+def linear_int8(
+    x,
+    w,
+    scale_w,
+    bias=None,
+    *,
+    scale_x=None,
+    relu: bool = False,
+    out_dtype=torch.float32,
+    one_launch: bool | None = None,
+):
+    """``y = act(x @ (scale_w[:, None] * w).T + bias)`` with each row of ``x`` quantized to int8.
+
+    It computes ``gemm_int8(q, w, scale, scale_w, bias)`` of ``q, scale = quantize_rows(x, scale_x)``, and gives the
+    bits of these two calls.
+
+    Parameters
+    ----------
+    x : (M, K) float32, float16 or bfloat16, any strides
+    w : (N, K) int8
+    scale_w : (N,) or (1,) float32
+    bias : (N,) float32, optional
+    scale_x : (1,) float32, optional
+        One scale for all rows, found before; what lies beyond 127 of these is clipped. Left out, each row has its own.
+    relu : bool
+        Replace negative outputs by zero; NaN stays NaN.
+    out_dtype : torch.dtype
+        float32, float16 or bfloat16.
+    one_launch : bool, optional
+        On a GPU, True demands the kernel that does both at once, False the two calls; None takes what is faster.
+
+    Returns
+    -------
+    (M, N) ``out_dtype``, row-major. A row of ``x`` that holds NaN or Inf gives NaN.
+
+    On Hopper one launch serves K and N that are multiples of 16, K up to 1,024, whose integers stay on chip.
+    Raises TypeError and ValueError naming the argument, ValueError too where ``one_launch`` is demanded and there is
+    none.
+    """
+    if torch.compiler.is_compiling():
+        return _operator(x, w, scale_w, bias, scale_x, relu, out_dtype)
+    check_tensor("x", x, tuple(C_FLOATS), (None, None))
+    (m, k), n = x.shape, _outputs(x, w, scale_w, bias, scale_x)
+    if out_dtype not in C_FLOATS:
+        raise TypeError(f"out_dtype must be one of {', '.join(map(str, C_FLOATS))}, got {out_dtype}")
+    if x.device.type == "cuda" and one_launch is not False and linear_int8.tier(x.device) == "sm90":
+        config = _linear_int8_sm90.choose(m, n, k, multiprocessors(x.device.index)[1], one_launch)
+        plain_x, plain_w = (rows(x), rows(w)) if config else (x, w)
+        if config and _linear_int8_sm90.supports(plain_x, plain_w):
+            y = torch.empty((m, n), dtype=out_dtype, device=x.device)
+            vectors = [None if a is None else rows(a) for a in (scale_w, bias, scale_x)]
+            _linear_int8_sm90.launch_linear(plain_x, plain_w, *vectors, y, relu, config)
+            return y
+    if one_launch:
+        raise ValueError(f"one_launch is not possible for {m} rows of {k} and {n} outputs on {x.device}")
+    q, scale = quantize_rows(x, scale_x)
+    return gemm_int8(q, w, scale, scale_w, bias, relu=relu, out_dtype=out_dtype)
+
+
+def _outputs(x, w, scale_w, bias, scale_x) -> int:
+    """N; TypeError and ValueError unless everything fits ``x``."""
+    check_tensor("w", w, (torch.int8,), (None, x.shape[1]))
+    n = w.shape[0]
+    one = isinstance(scale_w, torch.Tensor) and scale_w.numel() == 1
+    check_tensor("scale_w", scale_w, (torch.float32,), (1 if one else n,))
+    if bias is not None:
+        check_tensor("bias", bias, (torch.float32,), (n,))
+    if scale_x is not None:
+        check_tensor("scale_x", scale_x, (torch.float32,), (1,))
+    check_same_device(x, w=w, scale_w=scale_w, bias=bias, scale_x=scale_x)
+    return n
+
+
+@torch.library.custom_op("qsparse::linear_int8", mutates_args=())
+def _operator(
+    x: torch.Tensor,
+    w: torch.Tensor,
+    scale_w: torch.Tensor,
+    bias: torch.Tensor | None,
+    scale_x: torch.Tensor | None,
+    relu: bool,
+    out_dtype: torch.dtype,
+) -> torch.Tensor:
+    """What ``torch.compile`` sees in place of the face, which it could not trace into."""
+    return linear_int8(x, w, scale_w, bias, scale_x=scale_x, relu=relu, out_dtype=out_dtype)
+
+
+@_operator.register_fake
+def _(x, w, scale_w, bias, scale_x, relu, out_dtype):
+    return x.new_empty((x.shape[0], w.shape[0]), dtype=out_dtype)
