@@ -51,3 +51,12 @@ def test_the_density_reached_is_the_one_asked_for(rows):
         else:
             n, m = map(int, row["pattern"].split(":"))
             assert row["density"] == n / m
+
+
+def test_the_pairs_and_wandas_table_are_those_of_the_rows(run, rows, monkeypatch):
+    monkeypatch.syspath_prepend(str(HERE))
+    wanda = importlib.import_module("wanda")
+    found = [json.loads(line) for line in wanda.ROWS.read_text().splitlines()]
+    text = (HERE / "README.md").read_text()
+    assert text.split(run.PAIRS_BEGIN)[1].split(run.PAIRS_END)[0].strip() == run.pairs(rows)
+    assert text.split(wanda.BEGIN)[1].split(wanda.END)[0].strip() == wanda.table(found)
