@@ -8,18 +8,19 @@ from __future__ import annotations
 
 import functools
 import struct
-import threading
 from dataclasses import dataclass
 
 import torch
 
 from qsparse.kernels._face import rows
 from qsparse.kernels._load import multiprocessors, prepare
+from qsparse.kernels._mlp_int8_slots import slot_of
 
 SOURCE = "mlp_int8_sm90.cu"
 LAYERS, ROWS, PIECE, LONGEST = 4, 16, 64, 4096  # as in the kernel
 SHARED = 231_424  # bytes that a block may ask for, less 1 KB for the kernel's own arrays
 LARGEST_CLUSTER = 16
+_SLOTS, _GROUPS, _COUNTER_BYTES = 512, 8, 128  # counters: of streams and captures, of groups
 _ELEMENTS = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
 _LAYER = struct.Struct("@PPPPPPPiiiiiiiii0P")
 _NETWORK = struct.Struct("@PPiiiiiiii0P")
@@ -180,7 +181,7 @@ def launch_mlp(x: torch.Tensor, layers: list[tuple], found: Plan | None = None) 
         return None
     counters = 0
     if found.counted:
-        counters = _counters(x.device, found.groups)
+        counters = None if found.groups > _GROUPS else slot_of(x.device, _SLOTS, _GROUPS * _COUNTER_BYTES)
         if counters is None:
             return None
     x = rows(x)
@@ -224,49 +225,3 @@ def launch_mlp(x: torch.Tensor, layers: list[tuple], found: Plan | None = None) 
     )
     launch((b"".join(packed).ljust(LAYERS * _LAYER.size, b"\0") + network,))
     return y
-
-
-# --- counters -------------------------------------------------------------------------------------------------------
-
-_SLOTS, _GROUPS, _COUNTER_BYTES = 512, 8, 128
-
-
-class _Counters:
-    """Zeroed counters of one device. Launches that may run at the same time must not share any.
-
-    Those of one stream follow each other, so a stream has one slot. A captured launch may be replayed on any stream and
-    gets a slot of its own for ever; its replays follow each other. A launch leaves its counters as it found them.
-    """
-
-    def __init__(self, device: torch.device):
-        self._memory = torch.zeros(_SLOTS * _GROUPS * _COUNTER_BYTES, dtype=torch.uint8, device=device)
-        self._streams: dict[int, int] = {}
-        self._used = 0
-        torch.cuda.current_stream(device).synchronize()  # the zeros are there for every stream
-
-    def slot(self, stream: int, captured: bool) -> int | None:
-        index = None if captured else self._streams.get(stream)
-        if index is None:
-            if self._used == _SLOTS:
-                return None
-            index, self._used = self._used, self._used + 1
-            if not captured:
-                self._streams[stream] = index
-        return self._memory.data_ptr() + index * _GROUPS * _COUNTER_BYTES
-
-
-_of_device: dict[int, _Counters] = {}
-_lock = threading.Lock()  # two threads at once must not get the same counters
-
-
-def _counters(device: torch.device, groups: int) -> int | None:
-    """The address of counters for a launch, or None where there are none: then the chain runs."""
-    captured = torch.cuda.is_current_stream_capturing()
-    if groups > _GROUPS:
-        return None
-    with _lock:
-        if device.index not in _of_device:
-            if captured:  # memory taken now would belong to the graph
-                return None
-            _of_device[device.index] = _Counters(device)
-        return _of_device[device.index].slot(torch._C._cuda_getCurrentRawStream(device.index), captured)

@@ -8,7 +8,9 @@ import pytest
 import torch
 
 from qsparse import kernels
+from qsparse.kernels import _mlp_int8_row_sm90 as row_sm90
 from qsparse.kernels import _mlp_int8_sm90 as sm90
+from qsparse.kernels._mlp_int8_slots import Slots
 from qsparse.oracles.mlp_int8 import mlp_int8 as oracle
 
 NAN, INF = float("nan"), float("inf")
@@ -149,13 +151,11 @@ GROUPS = (1, 2, 8, 16, 24, 128)
 
 def plans(sizes, m):
     """Every plan that fits: all configurations, shared out by small and large groups, few and many rows in each."""
-    found = (
-        sm90.plan(sizes, m, config, group, rows)
-        for config in sm90.CONFIGS
-        for group in GROUPS
-        for rows in (None, min(5, m))
-    )
-    return [p for p in found if p and p.groups <= 8 and p.group * p.groups <= 132]
+    for host, group, rows in itertools.product((sm90, row_sm90), GROUPS, (None, min(5, m))):
+        for config in host.CONFIGS:
+            p = host.plan(sizes, m, config, group, rows)
+            if p and p.groups <= 8 and p.group * p.groups <= 132:
+                yield host.launch_mlp, p
 
 
 @pytest.fixture
@@ -174,8 +174,8 @@ def test_every_plan_has_the_chain_s_bits(hopper, sizes, m, normal, network):
     for scales in (input_scales, None):
         chain = kernels.mlp_int8(x, *arrays, input_scales=scales, one_launch=False)
         layers = list(zip(*arrays, scales or [None] * len(input_scales), strict=True))
-        for p in plans(sizes, m):
-            y = sm90.launch_mlp(x, layers, p)
+        for launch_mlp, p in plans(sizes, m):
+            y = launch_mlp(x, layers, p)
             torch.cuda.synchronize()
             assert torch.equal(y, chain), f"{p.config}, groups of {p.group} blocks, {p.rows} rows"
 
@@ -250,13 +250,12 @@ def test_what_is_too_large_has_no_plan():
     assert sm90.choose(MNIST, 1, 132).group == 8
 
 
-def test_counters_of_streams_and_captures_are_their_own():
-    counters = object.__new__(sm90._Counters)
-    counters._memory, counters._streams, counters._used = torch.zeros(1), {}, 0
-    slots = [counters.slot(*use) for use in ((5, False), (6, False), (5, True), (5, True), (5, False))]
+def test_slots_of_streams_and_captures_are_their_own():
+    memory = Slots(torch.device("cpu"), 512, 128)
+    slots = [memory.slot(*use) for use in ((5, False), (6, False), (5, True), (5, True), (5, False))]
     assert len(set(slots)) == 4
     assert slots[4] == slots[0]
-    for _ in range(sm90._SLOTS - 4):
-        assert counters.slot(5, True) not in (None, *slots)
-    assert counters.slot(5, True) is None
-    assert counters.slot(5, False) == slots[0]
+    for _ in range(512 - 4):
+        assert memory.slot(5, True) not in (None, *slots)
+    assert memory.slot(5, True) is None
+    assert memory.slot(5, False) == slots[0]
