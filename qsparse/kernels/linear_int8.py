@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import torch
 
-from qsparse.kernels import _linear_int8_sm90
+from qsparse.kernels import _linear_int8_few_sm80, _linear_int8_sm90
 from qsparse.kernels._face import C_FLOATS, check_same_device, check_tensor, face, rows
 from qsparse.kernels._load import multiprocessors
 from qsparse.kernels.gemm_int8 import gemm_int8
 from qsparse.kernels.quantize_rows import quantize_rows
 
-SOURCES = {_linear_int8_sm90.SOURCE: _linear_int8_sm90.INSTANCES}
+SOURCES = {module.SOURCE: module.INSTANCES for module in (_linear_int8_sm90, _linear_int8_few_sm80)}
 
 
 @face(SOURCES)
@@ -49,32 +49,51 @@ def linear_int8(
     -------
     (M, N) ``out_dtype``, row-major. A row of ``x`` that holds NaN or Inf gives NaN.
 
-    On Hopper one launch serves K and N that are multiples of 16, K up to 1,024, whose integers stay on chip.
+    One launch, in which the integers of x stay on chip, serves K that are multiples of 16: up to 4,096 with at most 16
+    outputs, from compute capability 8.0 on; up to 1,024 with N a multiple of 16, on Hopper.
     Raises TypeError and ValueError naming the argument, ValueError too where ``one_launch`` is demanded and there is
     none.
     """
     if torch.compiler.is_compiling():
         return _operator(x, w, scale_w, bias, scale_x, relu, out_dtype)
     check_tensor("x", x, tuple(C_FLOATS), (None, None))
-    (m, k), n = x.shape, _outputs(x, w, scale_w, bias, scale_x)
+    _check_arrays(x, w, scale_w, bias, scale_x)
     if out_dtype not in C_FLOATS:
         raise TypeError(f"out_dtype must be one of {', '.join(map(str, C_FLOATS))}, got {out_dtype}")
-    if x.device.type == "cuda" and one_launch is not False and linear_int8.tier(x.device) == "sm90":
-        config = _linear_int8_sm90.choose(m, n, k, multiprocessors(x.device.index)[1], one_launch)
-        plain_x, plain_w = (rows(x), rows(w)) if config else (x, w)
-        if config and _linear_int8_sm90.supports(plain_x, plain_w):
-            y = torch.empty((m, n), dtype=out_dtype, device=x.device)
-            vectors = [None if a is None else rows(a) for a in (scale_w, bias, scale_x)]
-            _linear_int8_sm90.launch_linear(plain_x, plain_w, *vectors, y, relu, config)
+    if x.device.type == "cuda" and one_launch is not False:
+        y = _launch(x, w, scale_w, bias, scale_x, relu, out_dtype, one_launch)
+        if y is not None:
             return y
     if one_launch:
-        raise ValueError(f"one_launch is not possible for {m} rows of {k} and {n} outputs on {x.device}")
+        raise ValueError(
+            f"one_launch is not possible for {len(x)} rows of {x.shape[1]} and {len(w)} outputs on {x.device}"
+        )
     q, scale = quantize_rows(x, scale_x)
     return gemm_int8(q, w, scale, scale_w, bias, relu=relu, out_dtype=out_dtype)
 
 
-def _outputs(x, w, scale_w, bias, scale_x) -> int:
-    """N; TypeError and ValueError unless everything fits ``x``."""
+def _launch(x, w, scale_w, bias, scale_x, relu, out_dtype, demanded) -> torch.Tensor | None:
+    """The layer by one kernel, or None where there is none or, unless it is ``demanded``, two are faster."""
+    tier, (m, k), n = linear_int8.tier(x.device), x.shape, w.shape[0]
+    few = demanded and tier != "simt" and n <= _linear_int8_few_sm80.OUTPUTS
+    sms = multiprocessors(x.device.index)[1]
+    config = None if few or tier != "sm90" else _linear_int8_sm90.choose(m, n, k, sms, demanded)
+    if not (few or config):
+        return None
+    x, w = rows(x), rows(w)
+    if not (_linear_int8_few_sm80 if few else _linear_int8_sm90).supports(x, w):
+        return None
+    y = torch.empty((m, n), dtype=out_dtype, device=x.device)
+    vectors = [None if a is None else rows(a) for a in (scale_w, bias, scale_x)]
+    if few:
+        _linear_int8_few_sm80.launch_linear(x, w, *vectors, y, relu)
+    else:
+        _linear_int8_sm90.launch_linear(x, w, *vectors, y, relu, config)
+    return y
+
+
+def _check_arrays(x, w, scale_w, bias, scale_x) -> None:
+    """Raise unless everything fits ``x``."""
     check_tensor("w", w, (torch.int8,), (None, x.shape[1]))
     n = w.shape[0]
     one = isinstance(scale_w, torch.Tensor) and scale_w.numel() == 1
@@ -84,7 +103,6 @@ def _outputs(x, w, scale_w, bias, scale_x) -> int:
     if scale_x is not None:
         check_tensor("scale_x", scale_x, (torch.float32,), (1,))
     check_same_device(x, w=w, scale_w=scale_w, bias=bias, scale_x=scale_x)
-    return n
 
 
 @torch.library.custom_op("qsparse::linear_int8", mutates_args=())

@@ -117,6 +117,29 @@ def test_every_configuration_has_the_bits_of_two_calls(hopper, config, normal, w
             assert_same_bits(y, kernels.linear_int8(x_, w, scale_w, b, one_launch=False, **options))
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", FLOATS)
+def test_few_outputs_in_one_launch_have_the_bits_of_two_calls(dtype, normal, weights, assert_same_bits):
+    device = torch.device("cuda", 0)
+    if kernels.linear_int8.tier(device) == "simt":
+        pytest.skip("the kernel needs compute capability 8.0")
+    fixed = torch.full((1,), 0.02, device=device)
+    for m, n, k in ((1, 1, 16), (7, 10, 784), (100, 16, 1024), (333, 10, 4096), (50, 3, 1040), (9, 10, 2000)):
+        w, scale_w, bias = weights(n, k, device)
+        x = normal(m, k, dtype=dtype, device=device)
+        x[m // 2] = 0
+        x[m // 3, k // 3] = NAN
+        for options in (
+            {},
+            {"relu": True, "scale_x": fixed, "out_dtype": torch.float16},
+            {"out_dtype": torch.bfloat16},
+        ):
+            two = kernels.linear_int8(x, w, scale_w, bias, one_launch=False, **options)
+            assert_same_bits(kernels.linear_int8(x, w, scale_w, bias, one_launch=True, **options), two)
+            two = kernels.linear_int8(x, w, scale_w[:1], one_launch=False, **options)
+            assert_same_bits(kernels.linear_int8(x, w, scale_w[:1], one_launch=True, **options), two)
+
+
 @pytest.mark.parametrize("config", sm90.CONFIGS, ids=str)
 def test_configurations_fit(config):
     for k in (16, 400, 784, 1024):
