@@ -63,7 +63,7 @@ __device__ __forceinline__ void grid_barrier(unsigned* arrived, unsigned& target
         asm volatile("red.release.gpu.global.add.u32 [%0], 1;" ::"l"(arrived) : "memory");
         unsigned seen;
         do asm volatile("ld.acquire.gpu.global.u32 %0, [%1];" : "=r"(seen) : "l"(arrived) : "memory");
-        while (seen < target);
+        while (static_cast<int>(seen - target) < 0);  // both may wrap
     }
     __syncthreads();
 }
@@ -154,7 +154,7 @@ __device__ __forceinline__ void head(Halves x, Halves w, Halves gradient, const 
                                      const long long* order, float* losses, int count, int classes,
                                      float (*sums)[HEAD_ROWS][CLASSES]) {
     const int warp = threadIdx.x / WARP, lane = threadIdx.x % WARP, g = lane / 4, t = lane % 4;
-    const auto load = [](Halves from, int part, int row, int rows, int k) {
+    const auto load = [](Halves from, int part, long long row, int rows, int k) {
         return row < rows && k < from.ld
                    ? __ldcg(reinterpret_cast<const uint4*>(from.data + part * from.part + row * from.ld + k))
                    : uint4{};
@@ -216,7 +216,7 @@ __device__ __forceinline__ void head(Halves x, Halves w, Halves gradient, const 
                 if (valid ? chosen : at + i == 0) losses[m] = valid ? logf(total) - (logit[i] - largest) : d[i];
                 if (at + i >= classes) d[i] = 0.0f;
             }
-            if (at < gradient.ld) put<PARTS>(gradient, m, at, d[0], d[1]);
+            if (at < gradient.ld) put<PARTS>(gradient, m, at, d[0], d[1]);  // few classes have shorter lines
         }
         __syncthreads();  // the sums are read before the next images' are written
     }
@@ -245,7 +245,7 @@ train_mlp_sm80(const unsigned char* __restrict__ images, const long long* __rest
     const auto gradient_of = [&](const Layer& l) {
         return Halves{scratch + l.gradient, line(l.outputs), static_cast<long long>(batch) * line(l.outputs)};
     };
-    // Where weight (n, k) is among the parameters: column `inputs` holds the biases.
+    // Where weight (n, k) is among the parameters, fewer than 2^31: column `inputs` holds the biases.
     const auto place = [](const Layer& l, int n, int k) {
         const int inputs = l.inputs, outputs = l.outputs;
         return static_cast<int>(l.params) + (k < inputs ? n * inputs + k : outputs * inputs + n);
@@ -299,7 +299,7 @@ train_mlp_sm80(const unsigned char* __restrict__ images, const long long* __rest
             int turn = blockIdx.x;
             product<PARTS, true, false>(
                 gradient_of(layers[i]), copy_of(layers[i]), count, line(width), layers[i].outputs, turn, stages,
-                [&](int m, int n) { return __ldcg(reinterpret_cast<const unsigned*>(y.data + m * y.ld + n)); },
+                [&](long long m, int n) { return __ldcg(reinterpret_cast<const unsigned*>(y.data + m * y.ld + n)); },
                 [&](int m, int n, float a, float b, unsigned outputs) {
                     const float2 out = __half22float2(half2_of(outputs));
                     put<PARTS>(to, m, n, n < width && out.x > 0.0f ? a * (1.0f / W_SCALE) : 0.0f,

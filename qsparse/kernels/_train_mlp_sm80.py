@@ -22,8 +22,8 @@ def instance(precision: str, momentum: bool) -> str:
 INSTANCES = tuple(itertools.starmap(instance, itertools.product(PARTS, (False, True))))
 
 
-def supports(sizes: tuple[int, ...]) -> bool:
-    return sizes[-1] <= _CLASSES
+def supports(parameters: torch.Tensor, sizes: tuple[int, ...]) -> bool:
+    return sizes[-1] <= _CLASSES and parameters.numel() < 2**31
 
 
 def _line(width: int) -> int:

@@ -108,7 +108,7 @@ def train_mlp(
     losses = torch.empty(len(order), dtype=torch.float32, device=images.device)
     possible = ["simt"]
     best = train_mlp.tier(images.device)
-    if best in ("sm80", "sm90") and _train_mlp_sm80.supports(sizes):
+    if best in ("sm80", "sm90") and _train_mlp_sm80.supports(parameters, sizes):
         possible.insert(0, "sm80")
     if best == "sm90" and _train_mlp_sm90.supports(images, parameters, velocities, mask, sizes, batch):
         possible.insert(0, "sm90")
