@@ -233,6 +233,15 @@ class _Function:
         if status:
             raise RuntimeError(f"the kernel launch failed: {status.name}")
 
+    def fits(self, key: tuple[int, int, int, int, bool]) -> bool:
+        try:
+            config = self._configs.get(key) or self._config(key)
+        except RuntimeError:
+            return False
+        _bind_context(self._device)
+        status, clusters = self._driver.cuOccupancyMaxActiveClusters(self._handle, config)
+        return not status and clusters > 0
+
     def _config(self, key: tuple[int, int, int, int, bool]):
         grid, block, stream, cluster, cooperative = key
         config = self._driver.CUlaunchConfig()
@@ -388,6 +397,11 @@ class _Launch:
         self._device, self._grid, self._block, self._attributes = device, grid, block, attributes
         self._stream, self._current_device = torch._C._cuda_getCurrentRawStream, torch._C._cuda_getDevice
         self._on = functools.partial(torch.cuda.device, device)
+
+    def fits(self) -> bool:
+        """Whether the device can run the launch: a cluster may be larger than what its multiprocessors form."""
+        with self._on():
+            return self._function.fits((self._grid, self._block, 0, *self._attributes))
 
     def __call__(self, arguments: tuple) -> None:
         if _seen is not None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 
 from qsparse.kernels._load import prepare
@@ -27,6 +28,25 @@ def supports(images, parameters, velocities, mask, sizes: tuple[int, ...], batch
     return aligned and sizes[0] == _INPUTS and sizes[1] <= _HIDDEN and sizes[2] <= _CLASSES
 
 
+@functools.cache
+def fits(device: int, precision: str, momentum: bool) -> bool:
+    """Whether the device forms clusters of so many blocks: a slice of a card may not."""
+    return _prepare(device, precision, momentum).fits()
+
+
+def _prepare(device: int, precision: str, momentum: bool):
+    return prepare(
+        device,
+        SOURCE,
+        instance(precision, momentum),
+        "PPPPPPPPPPPPPiiiiffiff",
+        _BLOCKS,
+        _THREADS,
+        _SHARED,
+        cluster=_BLOCKS,
+    )
+
+
 def launch(
     images, labels, order, rates, parameters, velocities, mask, losses, sizes, batch, scale, shift, options, precision
 ) -> None:
@@ -35,16 +55,7 @@ def launch(
     pointers = [parameters.data_ptr() + 4 * at for at in offsets]
     pointers += [0 if velocities is None else velocities.data_ptr() + 4 * at for at in offsets]
     centre = min(max(round(-shift / scale), 0), 255) if scale else 0  # near the pixel that stands for 0
-    prepared = prepare(
-        images.device.index,
-        SOURCE,
-        instance(precision, velocities is not None),
-        "PPPPPPPPPPPPPiiiiffiff",
-        _BLOCKS,
-        _THREADS,
-        _SHARED,
-        cluster=_BLOCKS,
-    )
+    prepared = _prepare(images.device.index, precision, velocities is not None)
     prepared(
         (
             *(value.data_ptr() for value in (images, labels, order, rates)),

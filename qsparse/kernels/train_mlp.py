@@ -110,7 +110,8 @@ def train_mlp(
     best = train_mlp.tier(images.device)
     if best in ("sm80", "sm90") and _train_mlp_sm80.supports(parameters, sizes):
         possible.insert(0, "sm80")
-    if best == "sm90" and _train_mlp_sm90.supports(images, parameters, velocities, mask, sizes, batch):
+    small = best == "sm90" and _train_mlp_sm90.supports(images, parameters, velocities, mask, sizes, batch)
+    if small and _train_mlp_sm90.fits(images.device.index, precision, velocities is not None):
         possible.insert(0, "sm90")
     if tier is not None and tier not in possible:
         raise ValueError(f"tier {tier!r} is not possible for this network on this device; {', '.join(possible)} are")

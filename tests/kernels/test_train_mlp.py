@@ -9,6 +9,7 @@ import torch
 from qsparse import kernels
 from qsparse.kernels import _load
 from qsparse.kernels import _train_mlp_sm80 as sm80
+from qsparse.kernels import _train_mlp_sm90 as sm90
 from qsparse.oracles.train_mlp import train_mlp as oracle
 
 RECIPES = [{}, {"weight_decay": 0.01}, {"momentum": 0.5, "weight_decay": 0.1}]
@@ -221,6 +222,20 @@ def test_the_tiers_are_those_that_are_said():
         ]:
             assert launched(sizes, batch, mask) == ["train_mlp_sm80.cu:train_mlp_sm80<2, false>"]
     assert len(launched((784, 20, 17), 4)) > 3
+
+
+@pytest.mark.gpu
+def test_a_device_that_forms_no_clusters_of_that_size_takes_the_next_tier(problem, monkeypatch):
+    if kernels.train_mlp.tier("cuda:0") != "sm90":
+        pytest.skip("this card has no clusters")
+    arguments, options = problem((784, 32, 10), 20, 20)
+    assert sm90.fits(0, "highest", False)
+    few = _load.prepare(0, sm90.SOURCE, sm90.INSTANCES[0], "P" * 13 + "iiiiffiff", 16, 256, 200 * 1024, cluster=17)
+    assert not few.fits()
+    monkeypatch.setattr(sm90, "fits", lambda *_: False)
+    with _load.launched() as seen:
+        kernels.train_mlp(*to(arguments, "cuda"), **options)
+    assert [label.partition(":")[0] for label in seen] == [sm80.SOURCE]
 
 
 def test_refuses_what_does_not_fit(device, problem):
