@@ -5,6 +5,7 @@ Every layer has ``in_features``, ``out_features``, ``activation`` (None or "relu
 Sparse ones have ``format`` and ``nnz``, the number of weights that they store.
 """
 
+from qsparse.nn.bitmap_linear import BitmapLinear
 from qsparse.nn.fp8_linear import Fp8Linear
 from qsparse.nn.linear import Linear
 from qsparse.nn.loss import cross_entropy
@@ -17,7 +18,7 @@ from qsparse.nn.weight_only_linear import WeightOnlyLinear
 from qsparse.nn.zero_point_linear import ZeroPointLinear
 
 _QUANTIZED = (QuantLinear, ZeroPointLinear, WeightOnlyLinear, Fp8Linear)
-_SPARSE = (SparseLinear, QuantSparseLinear, TwoFourLinear, QuantTwoFourLinear)
+_SPARSE = (SparseLinear, QuantSparseLinear, TwoFourLinear, QuantTwoFourLinear, BitmapLinear)
 _KINDS = {kind.__name__: kind for kind in (Linear, *_QUANTIZED, *_SPARSE)}
 
 
@@ -31,6 +32,7 @@ def from_description(description: dict):
 
 
 __all__ = [
+    "BitmapLinear",
     "Fp8Linear",
     "Linear",
     "QuantLinear",

@@ -19,6 +19,7 @@ from qsparse.dense import dense_layers
 from qsparse.kernels.gemm_weight_only import spread_groups, unpack_int4
 from qsparse.models import MLP
 from qsparse.nn import (
+    BitmapLinear,
     Fp8Linear,
     Linear,
     QuantLinear,
@@ -123,7 +124,7 @@ def _weights(name: str, layer: torch.nn.Module, dense: Linear) -> dict[str, Any]
 
 def _entries(layer: torch.nn.Module) -> tuple[Tensor, Tensor] | None:
     """The numbers that a sparse layer stores, float32 (nnz,), and the column of each; None of a dense one."""
-    if isinstance(layer, TwoFourLinear):
+    if isinstance(layer, TwoFourLinear | BitmapLinear):
         return layer.entries()
     if not isinstance(layer, SparseLinear):
         return None

@@ -15,6 +15,7 @@ STORED = {
     "csr": ("fp32", "fp16", "bf16", "int8"),
     "coo": ("fp32", "fp16", "bf16"),
     "2:4": ("fp16", "bf16", "fp32", "int8"),
+    "bitmap": ("fp16", "bf16", "fp32"),
 }
 """What each format stores: its own dtype first, then what may be asked for."""
 AUTO = "auto"
@@ -53,8 +54,8 @@ class SparseConfig:
     block: "RxC", whole blocks of R rows and C columns stay (1x16, 16x16 ...), each side up to 1024. Each layer then
         keeps less than one block fewer than its share. None: single weights.
     correct_bias: what pruning takes from the mean of an output, over the images, is given back to its bias.
-    format: how the weights that stay are stored, "csr", "coo", "2:4" (for tensor cores), or "auto", the best of these
-        and of dense storage for each layer. "2:4" holds 2 of each 4 weights of a row, so it implies the
+    format: how the weights that stay are stored, "csr", "coo", "2:4", "bitmap" (both for tensor cores), or "auto", the
+        best of these and of dense storage for each layer. "2:4" holds 2 of each 4 weights of a row, so it implies the
         pattern 2:4 where it stands alone or with a density of 0.5.
     dtype: of the values: "fp32", "fp16", "bf16" or "int8" (of what `STORED` allows). None: the format's own.
     auto: what `auto` chooses by, "bytes", or "time" on the device that the model lies on.

@@ -8,10 +8,19 @@ import torch
 from torch import Tensor
 
 from qsparse import kernels
-from qsparse.nn import Linear, QuantLinear, QuantSparseLinear, QuantTwoFourLinear, SparseLinear, TwoFourLinear
+from qsparse.nn import (
+    BitmapLinear,
+    Linear,
+    QuantLinear,
+    QuantSparseLinear,
+    QuantTwoFourLinear,
+    SparseLinear,
+    TwoFourLinear,
+)
 from qsparse.quant.config import FLOAT32
 from qsparse.quant.convert import to_half
 from qsparse.quant.schemes import to_grid
+from qsparse.sparse.bitmap_tiles import to_bitmap_tiles
 from qsparse.sparse.config import INT8, STORED
 from qsparse.sparse.formats import compress_24, to_coo, to_csr
 
@@ -47,9 +56,12 @@ def store(
         return layer
     bias = None if layer.bias is None else layer.bias.detach()
     options = {"shape": tuple(layer.weight.shape), "bias": bias, "activation": layer.activation}
-    if format == "2:4":
-        return TwoFourLinear.from_24(*compress_24(layer.weight, mask), **options)
-    compress, build = {"csr": (to_csr, SparseLinear.from_csr), "coo": (to_coo, SparseLinear.from_coo)}[format]
+    compress, build = {
+        "csr": (to_csr, SparseLinear.from_csr),
+        "coo": (to_coo, SparseLinear.from_coo),
+        "2:4": (compress_24, TwoFourLinear.from_24),
+        "bitmap": (to_bitmap_tiles, BitmapLinear.from_tiles),
+    }[format]
     return build(*compress(layer.weight, mask), **options)
 
 

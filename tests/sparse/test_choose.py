@@ -45,9 +45,10 @@ def _is_24(mask):
 def test_what_is_chosen_at_which_density():
     model = MLP(SIZES)
     found = {
-        density: choose_formats(model, masks_of(model, density), "fp32")[0]["fc1"] for density in (0.1, "2:4", 1.0)
+        density: choose_formats(model, masks_of(model, density), "fp32")[0]["fc1"]
+        for density in (0.01, 0.1, "2:4", 1.0)
     }
-    assert found == {0.1: "csr", "2:4": "2:4", 1.0: "dense"}
+    assert found == {0.01: "csr", 0.1: "bitmap", "2:4": "2:4", 1.0: "dense"}
 
 
 def test_by_time_the_median_of_each_is_kept_and_the_least_is_taken():
@@ -80,7 +81,7 @@ def test_mixed_formats_are_one_row(tmp_path):
     checkpoint.save_model(tmp_path / "auto", mixed, {"variant": "auto"})
     again = checkpoint.load(tmp_path / "auto")
     row = measure({"baseline": model, "auto": again}, data.load("mnist-5k").test, budget_s=0.002, batches=(1,))[1]
-    assert (row["format"], row["dtype"]) == ("csr+dense", "float32")
+    assert (row["format"], row["dtype"]) == ("bitmap+dense", "float32")
     assert row["density"] == (round(0.1 * 784 * 64) + 640) / (784 * 64 + 640)
     assert row["weight_bytes"] == bytes_of(mixed)
 

@@ -22,7 +22,7 @@ def pruned(model, masks):
     return expected
 
 
-ANYWHERE = ("csr", "coo")  # formats that hold any mask
+ANYWHERE = ("csr", "coo", "bitmap")  # formats that hold any mask
 
 
 @pytest.mark.parametrize("format", ANYWHERE)
@@ -30,7 +30,7 @@ ANYWHERE = ("csr", "coo")  # formats that hold any mask
 def test_a_sparse_model_computes_what_the_pruned_dense_one_does(format, density):
     model = MLP((20, 30, 7), seed=1)
     masks = magnitude_masks(prunable_weights(model), density)
-    sparse = sparsify(model, masks, format)
+    sparse = sparsify(model, masks, format, "fp32")
     x = torch.randn(9, 20)
     torch.testing.assert_close(sparse(x), pruned(model, masks)(x), rtol=1e-5, atol=1e-6)
     assert sum(layer.nnz for layer in sparse.layers().values()) == round(density * (20 * 30 + 30 * 7))
