@@ -30,5 +30,6 @@ spmm_bitmap_sm90(const T* __restrict__ x, long long ldx, const T* __restrict__ v
         for (int e = 0; e < 4; ++e)
             if (n + e < N) at[e] = finished<T, O>(sum[e], bias, n + e, relu);
     }
-    cluster_sync();  // no block leaves while another may still read its sums
+    // No block leaves while another may still read its sums. Nothing was written that others read: no fence.
+    asm volatile("barrier.cluster.arrive.relaxed.aligned;\nbarrier.cluster.wait.aligned;" ::: "memory");
 }
