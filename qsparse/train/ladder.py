@@ -29,6 +29,8 @@ from qsparse.train.fit import Progress, fit
 
 PEERS = {"cpu": "torch", "cuda": "torch_graph"}
 """PyTorch's rung on each device."""
+EAGER = "torch_eager"
+"""PyTorch on a GPU as a user writes it, the other peer there."""
 TOLERANCES = {"float32": 1e-3, "tf32": 1e-2}
 """How far the mean loss of some steps may lie from PyTorch's on the CPU, in nats: training amplifies roundings ..."""
 COMPARED_STEPS = 200
@@ -118,14 +120,14 @@ def runnable(device: str, say: Callable[[str], None]) -> list[str]:
         if missing:
             say(f"cuda is left out: {missing}")
         else:
-            found += ["torch_eager", "torch_graph", "cuda", "cuda_tf32"]
+            found += [EAGER, "torch_graph", "cuda", "cuda_tf32"]
     return found
 
 
 def _rung(name: str, dataset: Dataset, config: TrainConfig) -> _Rung:
     """Make a rung; `dataset` is on its device."""
     device = dataset.train.images.device.type
-    peers = {"torch_eager": torch_peers.EagerTorch, "torch_graph": torch_peers.GraphedTorch}
+    peers = {EAGER: torch_peers.EagerTorch, "torch_graph": torch_peers.GraphedTorch}
     if name in peers:
         return _Rung(dataclasses.replace(config, backend="torch", device=device), dataset, peers[name], "tf32")
     if name == "cuda_tf32":
@@ -170,6 +172,7 @@ def _row(name: str, rung: _Rung, rungs: dict[str, _Rung], losses: list[float], r
     at = partial(percentile, rung.seconds)
     peer = PEERS[config.device]
     peer_s = percentile(rungs[peer].seconds, 50)
+    eager_s = percentile(rungs[EAGER].seconds, 50) if config.device == "cuda" else None
     return {
         "op": "train",
         "backend": name,
@@ -194,6 +197,8 @@ def _row(name: str, rung: _Rung, rungs: dict[str, _Rung], losses: list[float], r
         "peer_device": config.device,
         "peer_s": peer_s,
         "ratio": peer_s / at(50) if right else None,
+        "eager_s": eager_s,
+        "eager_ratio": eager_s / at(50) if right and eager_s else None,
         "device": config.device,
         **environment(rung.dataset.train.images.device),
         "timer": "wall",
@@ -207,7 +212,7 @@ def show(rows: list[dict[str, Any]], file: IO[str]) -> None:
     table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False)
     table.add_column("backend")
     table.add_column("device")
-    for heading in ("epoch", "images/s", "accuracy", "ratio"):
+    for heading in ("epoch", "images/s", "accuracy", "ratio", "to eager"):
         table.add_column(heading, justify="right")
     for row in rows:
         wrong = row["epoch_s"] is None
@@ -218,6 +223,7 @@ def show(rows: list[dict[str, Any]], file: IO[str]) -> None:
             "-" if wrong else f"{row['images_per_s']:,.0f}",
             f"{row['accuracy']:.2%}",
             "-" if wrong else f"{row['ratio']:.2f}x",
+            f"{row['eager_ratio']:.1f}x" if row["eager_ratio"] else "-",
         )
     Console(file=file, width=80).print(table)
     first = rows[0]
@@ -225,3 +231,4 @@ def show(rows: list[dict[str, Any]], file: IO[str]) -> None:
     print(f"{sizes}, batch {first['batch_size']}, {first['images']:,} images of {first['dataset']}.", file=file)
     print(f"Median wall-clock time of {first['epochs'] * first['rounds']} epochs, the backends in turn.", file=file)
     print("Ratio: time of PyTorch on that device (GPU: torch_graph) over this.", file=file)
+    print("To eager: the time of torch_eager over this.", file=file)

@@ -44,6 +44,7 @@ def test_a_row_for_each_backend_in_json_and_in_a_file():
         assert row["ratio"] == pytest.approx(rows[0]["epoch_s"] / row["epoch_s"])
         assert row["accuracy"] == pytest.approx(rows[0]["accuracy"], abs=0.01)
         assert row["accuracy"] > 0.7
+        assert row["eager_s"] is row["eager_ratio"] is None  # PyTorch on a GPU
     assert rows[0]["ratio"] == 1
     assert rows[1]["loss_error"] > 0  # they were two computations
 
@@ -114,6 +115,7 @@ def test_the_rungs_of_a_gpu(with_a_gpu):
     for row in rows:
         assert (row["device"], row["peer"], row["peer_device"]) == ("cuda", "torch_graph", "cuda")
         assert row["ratio"] == pytest.approx(rows[1]["epoch_s"] / row["epoch_s"])
+        assert row["eager_ratio"] == pytest.approx(rows[0]["epoch_s"] / row["epoch_s"])
         assert row["accuracy"] == pytest.approx(rows[2]["accuracy"], abs=0.03)
 
 
