@@ -88,13 +88,7 @@ linear_int8_sm90(const __grid_constant__ TensorMap map, const __grid_constant__ 
         for (int slice = rank * SLICE; slice < e.N; slice += C * SLICE) {
             // acc[i][4 j + c + 2 h]: output first + 64 i + h, row 8 j + 2 * (lane % 4) + c of the cluster's
             const int first = slice + mine * MI * 64 + 16 * warp + lane / 4 * 2;
-            float scale_w[MI][2], bias[MI][2];
-#pragma unroll
-            for (int i = 0; i < MI * 2; ++i) {
-                const int n = min(first + i / 2 * 64 + i % 2, e.N - 1);
-                scale_w[i / 2][i % 2] = e.scale_w[n * e.step_w];
-                bias[i / 2][i % 2] = e.bias ? e.bias[n] : -0.0f;  // y + -0 is y
-            }
+            const Outputs<MI> outputs(e.scale_w, e.bias, e.step_w, first, e.N);
             int acc[MI][R / 2];
             multiply_rows<R, MI, STAGE>(acc, act, ring, full, e.K, mine * MI, e.stages, stage, phase, release);
 #pragma unroll
@@ -109,7 +103,7 @@ linear_int8_sm90(const __grid_constant__ TensorMap map, const __grid_constant__ 
 #pragma unroll
                         for (int h = 0; h < 2; ++h) {
                             const float scaled = __fmul_rn(static_cast<float>(acc[i][4 * j + c + 2 * h]), scale);
-                            v[h] = __fadd_rn(__fmul_rn(scaled, scale_w[i][h]), bias[i][h]);
+                            v[h] = __fadd_rn(__fmul_rn(scaled, outputs.scale[i][h]), outputs.bias[i][h]);
                             if (e.relu) v[h] = relu_of(v[h]);
                         }
                         const int n = first + 64 * i;

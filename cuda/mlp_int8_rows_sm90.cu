@@ -19,8 +19,6 @@
 
 constexpr int LAYERS = 4;
 constexpr int HEAD = 64;  // rows of a last layer's weights that are loaded
-enum NamedBarrier { MULTIPLIERS = 1 };
-
 struct Maps { TensorMap w[LAYERS]; };
 
 struct Layer {
@@ -127,103 +125,17 @@ mlp_int8_rows_sm90(const __grid_constant__ Maps maps, const __grid_constant__ Ne
             const Layer& layer = net.layer[l];
             // acc[i][4 j + c + 2 h]: output first + 64 i + h, row 8 j + 2 * (lane % 4) + c of the cluster's
             const int first = rank * SLICE + mine * MI * 64 + 16 * warp + lane / 4 * 2;
-            float scale_w[MI][2], bias[MI][2];
-#pragma unroll
-            for (int i = 0; i < MI * 2; ++i) {
-                const int n = first + i / 2 * 64 + i % 2;
-                const bool there = n < layer.N;
-                scale_w[i / 2][i % 2] = there ? layer.scale_w[n * layer.step_w] : 0.0f;
-                bias[i / 2][i % 2] = there && layer.bias ? layer.bias[n] : there ? -0.0f : 0.0f;  // y + -0 is y
-            }
+            const Outputs<MI> outputs(layer.scale_w, layer.bias, layer.step_w, first, layer.N);
             if (C > 1) await(received, l & 1);
 
             int acc[MI][R / 2];
             multiply_rows<R, MI, STAGE>(acc, act, ring, full, layer.K, mine * MI, net.stages, stage, phase, release);
 
-            // The values take their sums' places, and each batch row's largest is found: over the thread, over the lanes
-            // that hold the same rows, over the block, over the cluster. Outputs beyond N are 0.
-#pragma unroll
-            for (int jj = 0; jj < R / 16; ++jj) {
-                unsigned top[4];
-#pragma unroll
-                for (int jc = 0; jc < 4; jc += 2) {
-                    const int j = 2 * jj + jc / 2;
-                    const float2 scale = *reinterpret_cast<const float2*>(scales + 8 * j + lane % 4 * 2);
-#pragma unroll
-                    for (int c = 0; c < 2; ++c) {
-                        top[jc + c] = 0;
-#pragma unroll
-                        for (int i = 0; i < MI; ++i) {
-#pragma unroll
-                            for (int h = 0; h < 2; ++h) {
-                                int& at = acc[i][4 * j + c + 2 * h];
-                                const float scaled = __fmul_rn(static_cast<float>(at), c ? scale.y : scale.x);
-                                const float v = relu_of(__fadd_rn(__fmul_rn(scaled, scale_w[i][h]), bias[i][h]));
-                                top[jc + c] = larger(top[jc + c], __float_as_uint(v));
-                                at = __float_as_int(v);
-                            }
-                        }
-                    }
-                }
-                // Lanes 16 and 8 apart divide the four rows among them, those 4 apart share one.
-                const bool upper = lane & 16, odd = lane & 8;
-                const unsigned a = max(upper ? top[2] : top[0], __shfl_xor_sync(~0u, upper ? top[0] : top[2], 16));
-                const unsigned b = max(upper ? top[3] : top[1], __shfl_xor_sync(~0u, upper ? top[1] : top[3], 16));
-                unsigned most = max(odd ? b : a, __shfl_xor_sync(~0u, odd ? a : b, 8));
-                most = max(most, __shfl_xor_sync(~0u, most, 4));
-                if (!(lane & 4)) atomicMax(&maxima[16 * jj + 8 * upper + lane % 4 * 2 + odd], most);
-            }
-            barrier_sync(MULTIPLIERS, CONSUMERS);
-            if (C > 1) {  // what arrives from all blocks also says that none of them reads the activations any more
-                if (thread == 0) mbarrier_expect_bytes(raised, (C - 1) * R * 4);
-                for (int r = thread; r < R; r += CONSUMERS) {
-#pragma unroll
-                    for (int other = 1; other < C; ++other)
-                        cluster_raise(&maxima[r], maxima[r], raised, (rank + other) % C);
-                }
-                await(raised, l & 1);
-            }
-            const bool given = net.layer[l + 1].scale_x;
-            const float fixed = given ? *net.layer[l + 1].scale_x : 0.0f;
-            for (int r = thread; r < R; r += CONSUMERS) {
-                // between static layers what is infinite is clipped
-                const float scale = scale_of(maxima[r], given, fixed, given ? 0x7f800000u : 0x7f7fffffu);
-                const Divider by(scale, -127, 127);
-                maxima[r] = 0;
-                scales[r] = scale;
-                dividers[r] = make_float2(by.factor, by.r);
-            }
+            scale_sums<R, MI>(acc, scales, outputs, maxima);
+            raise_maxima<R, C>(maxima, raised, rank, l & 1);
             if (C > 1 && thread == 0) mbarrier_expect_bytes(received, (C - 1) * PANEL * MI);
-            barrier_sync(MULTIPLIERS, CONSUMERS);
-
-#pragma unroll
-            for (int jj = 0; jj < R / 16; ++jj) {
-                unsigned pairs[MI][2];
-#pragma unroll
-                for (int j2 = 0; j2 < 2; ++j2) {
-                    const int j = 2 * jj + j2, m = 8 * j + lane % 4 * 2;
-                    Divider by[2];
-#pragma unroll
-                    for (int c = 0; c < 2; ++c) by[c] = Divider(scales[m + c], dividers[m + c].x, dividers[m + c].y);
-#pragma unroll
-                    for (int i = 0; i < MI; ++i) {
-                        unsigned q[4];
-#pragma unroll
-                        for (int e = 0; e < 4; ++e)
-                            q[e] = by[e % 2].nearest_finite<true>(__int_as_float(acc[i][4 * j + e]));
-                        pairs[i][j2] = packed(q[0], q[2], q[1], q[3]);
-                    }
-                }
-                const int to_row = 16 * jj + lane % 16;
-#pragma unroll
-                for (int i = 0; i < MI; ++i) {
-                    const int n = rank * SLICE + (mine * MI + i) * 64 + 16 * warp;
-                    char* const panel = act + n / ROW * PANEL;
-                    stmatrix_x2_transposed(panel + to_row * ROW + (n % ROW / 16 ^ to_row % 8) * 16, pairs[i][0], pairs[i][1]);
-                }
-            }
-            fence_proxy_async();
-            barrier_sync(MULTIPLIERS, CONSUMERS);
+            rescale<R>(scales, dividers, maxima, net.layer[l + 1].scale_x);
+            quantize_values<R, MI>(acc, scales, dividers, act, rank * SLICE + mine * MI * 64);
             if (C > 1 && thread < C - 1) bulk_send(act + rank * MI * PANEL, MI * PANEL, received, (rank + 1 + thread) % C);
         }
 

@@ -285,3 +285,125 @@ __device__ __forceinline__ void multiply_rows(int (&acc)[MI][R / 2], const char*
     wgmma_wait<0>();
     release(previous);
 }
+
+// What an output's sums are scaled with: of this thread's outputs first + 64 i + h, those beyond N give 0.
+template <int MI> struct Outputs {
+    float scale[MI][2], bias[MI][2];
+
+    __device__ __forceinline__ Outputs(const float* scale_w, const float* bias_w, int step_w, int first, int N) {
+#pragma unroll
+        for (int i = 0; i < MI * 2; ++i) {
+            const int n = first + i / 2 * 64 + i % 2;
+            const bool there = n < N;
+            scale[i / 2][i % 2] = there ? scale_w[n * step_w] : 0.0f;
+            bias[i / 2][i % 2] = there && bias_w ? bias_w[n] : there ? -0.0f : 0.0f;  // y + -0 is y
+        }
+    }
+};
+
+// --- hidden layers: from sums to integers again -----------------------------------------------------------------------
+
+enum NamedBarrier { MULTIPLIERS = 1 };
+
+// The values after the ReLU take their sums' places, and the largest of each row goes into `maxima`, as the bits of a
+// float: over the thread, over the lanes that hold the same rows, over the block.
+template <int R, int MI>
+__device__ __forceinline__ void scale_sums(int (&acc)[MI][R / 2], const float* scales, const Outputs<MI>& outputs,
+                                           unsigned* maxima) {
+    const int lane = threadIdx.x % 32;
+#pragma unroll
+    for (int jj = 0; jj < R / 16; ++jj) {
+        unsigned top[4];
+#pragma unroll
+        for (int jc = 0; jc < 4; jc += 2) {
+            const int j = 2 * jj + jc / 2;
+            const float2 scale = *reinterpret_cast<const float2*>(scales + 8 * j + lane % 4 * 2);
+#pragma unroll
+            for (int c = 0; c < 2; ++c) {
+                top[jc + c] = 0;
+#pragma unroll
+                for (int i = 0; i < MI; ++i) {
+#pragma unroll
+                    for (int h = 0; h < 2; ++h) {
+                        int& at = acc[i][4 * j + c + 2 * h];
+                        const float scaled = __fmul_rn(static_cast<float>(at), c ? scale.y : scale.x);
+                        const float v = relu_of(__fadd_rn(__fmul_rn(scaled, outputs.scale[i][h]), outputs.bias[i][h]));
+                        top[jc + c] = larger(top[jc + c], __float_as_uint(v));
+                        at = __float_as_int(v);
+                    }
+                }
+            }
+        }
+        // Lanes 16 and 8 apart divide the four rows among them, those 4 apart share one.
+        const bool upper = lane & 16, odd = lane & 8;
+        const unsigned a = max(upper ? top[2] : top[0], __shfl_xor_sync(~0u, upper ? top[0] : top[2], 16));
+        const unsigned b = max(upper ? top[3] : top[1], __shfl_xor_sync(~0u, upper ? top[1] : top[3], 16));
+        unsigned most = max(odd ? b : a, __shfl_xor_sync(~0u, odd ? a : b, 8));
+        most = max(most, __shfl_xor_sync(~0u, most, 4));
+        if (!(lane & 4)) atomicMax(&maxima[16 * jj + 8 * upper + lane % 4 * 2 + odd], most);
+    }
+}
+
+// Every block's maxima become those of the cluster. What arrives from all blocks also says that none of them reads the
+// activations any more.
+template <int R, int C>
+__device__ __forceinline__ void raise_maxima(unsigned* maxima, unsigned long long* raised, int rank, unsigned parity) {
+    const int thread = threadIdx.x - WARPGROUP;
+    barrier_sync(MULTIPLIERS, CONSUMERS);
+    if (C == 1) return;
+    if (thread == 0) mbarrier_expect_bytes(raised, (C - 1) * R * 4);
+    for (int r = thread; r < R; r += CONSUMERS) {
+#pragma unroll
+        for (int other = 1; other < C; ++other) cluster_raise(&maxima[r], maxima[r], raised, (rank + other) % C);
+    }
+    await(raised, parity);
+}
+
+// Scales of the rows with these maxima, or `given` for all, and what dividing by them takes; the maxima are 0 again.
+template <int R>
+__device__ __forceinline__ void rescale(float* scales, float2* dividers, unsigned* maxima, const float* given) {
+    const float fixed = given ? *given : 0.0f;
+    for (int r = threadIdx.x - WARPGROUP; r < R; r += CONSUMERS) {
+        // between static layers what is infinite is clipped
+        const float scale = scale_of(maxima[r], given, fixed, given ? 0x7f800000u : 0x7f7fffffu);
+        const Divider by(scale, -127, 127);
+        maxima[r] = 0;
+        scales[r] = scale;
+        dividers[r] = make_float2(by.factor, by.r);
+    }
+    barrier_sync(MULTIPLIERS, CONSUMERS);
+}
+
+// Quantize the values and leave them in the panels at `act`; this warpgroup's first column there is `column`.
+template <int R, int MI>
+__device__ __forceinline__ void quantize_values(const int (&acc)[MI][R / 2], const float* scales,
+                                                const float2* dividers, char* act, int column) {
+    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32 % 4;
+#pragma unroll
+    for (int jj = 0; jj < R / 16; ++jj) {
+        unsigned pairs[MI][2];
+#pragma unroll
+        for (int j2 = 0; j2 < 2; ++j2) {
+            const int j = 2 * jj + j2, m = 8 * j + lane % 4 * 2;
+            Divider by[2];
+#pragma unroll
+            for (int c = 0; c < 2; ++c) by[c] = Divider(scales[m + c], dividers[m + c].x, dividers[m + c].y);
+#pragma unroll
+            for (int i = 0; i < MI; ++i) {
+                unsigned q[4];
+#pragma unroll
+                for (int e = 0; e < 4; ++e) q[e] = by[e % 2].nearest_finite<true>(__int_as_float(acc[i][4 * j + e]));
+                pairs[i][j2] = packed(q[0], q[2], q[1], q[3]);
+            }
+        }
+        const int to_row = 16 * jj + lane % 16;
+#pragma unroll
+        for (int i = 0; i < MI; ++i) {
+            const int n = column + i * 64 + 16 * warp;
+            char* const to = act + n / ROW * (R * ROW) + to_row * ROW + (n % ROW / 16 ^ to_row % 8) * 16;
+            stmatrix_x2_transposed(to, pairs[i][0], pairs[i][1]);
+        }
+    }
+    fence_proxy_async();
+    barrier_sync(MULTIPLIERS, CONSUMERS);
+}
