@@ -91,7 +91,8 @@ class ParallelBackend(TorchBackend):
             view.view_as(leaf)
             for view, leaf in zip(self._flat[:-1].split([leaf.numel() for leaf in leaves]), leaves, strict=True)
         ]
-        self._bytes, self._seconds = 0, 0.0
+        self._bytes = 0
+        self._marks: list[tuple[Any, Any]] = []
 
     def step(self, images: torch.Tensor, labels: torch.Tensor, lr: float) -> torch.Tensor:
         """Take one step; return the mean loss of the whole batch before it."""
@@ -104,23 +105,35 @@ class ParallelBackend(TorchBackend):
                 view.copy_(gradient)
             self._flat[-1] = loss
             self._flat.mul_((mine.stop - mine.start) / len(labels))
-        started = time.perf_counter()
+        started = self._mark()
         try:
             distributed.all_reduce(self._flat)
         except RuntimeError as error:
             _at_termination(signal.SIG_IGN)
             raise RankGoneError("another rank failed, and this one stops too") from error
-        self._seconds += time.perf_counter() - started
+        self._marks.append((started, self._mark()))
         self._bytes += self._flat.nbytes
         self.update(self._views, lr)
         return self._flat[-1].clone()
 
+    def _mark(self) -> float | torch.cuda.Event:
+        """Now: by the clock, or on a GPU, where the host does not wait, by its stream."""
+        if self._flat.device.type == "cpu":
+            return time.perf_counter()
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
+
     def take_metrics(self) -> dict[str, Any]:
         """Return what the all-reduces since the last call cost this rank, waiting for the others included.
 
-        all_reduce_bytes counts the buffer that is reduced. all_reduce_s is null on a GPU, where the host does not wait.
+        all_reduce_bytes counts the buffer that is reduced; all_reduce_s, on a GPU, is the time of its stream.
         """
-        seconds = self._seconds if self._flat.device.type == "cpu" else None
+        if self._flat.device.type == "cpu":
+            seconds = sum(end - start for start, end in self._marks)
+        else:
+            torch.cuda.synchronize(self._flat.device)
+            seconds = sum(start.elapsed_time(end) for start, end in self._marks) / 1000
         taken = {"processes": size(), "all_reduce_bytes": self._bytes, "all_reduce_s": seconds}
-        self._bytes, self._seconds = 0, 0.0
+        self._bytes, self._marks = 0, []
         return taken

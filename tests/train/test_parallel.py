@@ -56,9 +56,9 @@ def torchrun(*command: str) -> subprocess.CompletedProcess[str]:
     )
 
 
-def assert_close(run: Path) -> None:
+def assert_close(run: Path, atol: float = 1e-5) -> None:
     expected = checkpoint.load(train(CONFIG, out="alone").run).state_dict()
-    torch.testing.assert_close(checkpoint.load(run).state_dict(), expected, rtol=1e-3, atol=1e-5)
+    torch.testing.assert_close(checkpoint.load(run).state_dict(), expected, rtol=1e-3, atol=atol)
 
 
 @pytest.mark.parametrize(("rows", "ranks"), [(64, 2), (1, 2), (7, 3), (2, 5), (0, 2)])
@@ -80,6 +80,21 @@ def test_two_processes_train_as_one():
         assert epoch["all_reduce_bytes"] == 71 * 4 * (784 * 16 + 16 + 16 * 10 + 10 + 1)
         assert 0 < epoch["all_reduce_s"] < epoch["seconds"]
     assert_close(Path("run"))
+
+
+@pytest.mark.gpu
+def test_two_gpus_train_as_one(monkeypatch):
+    if torch.cuda.device_count() < 2:
+        pytest.skip("two GPUs are needed")
+    monkeypatch.setenv("NCCL_NVLS_ENABLE", "0")  # multicast over NVLink is not there in every virtual machine
+    options = ["cuda" if option == "cpu" else option for option in OPTIONS]
+    done = torchrun("-m", "qsparse", *options)
+    assert done.returncode == 0, done.stderr
+    for epoch in checkpoint.read_metrics("run"):
+        assert epoch["processes"] == 2
+        assert epoch["all_reduce_bytes"] == 71 * 4 * (784 * 16 + 16 + 16 * 10 + 10 + 1)
+        assert 0 < epoch["all_reduce_s"] < epoch["seconds"]
+    assert_close(Path("run"), atol=1e-3)  # other kernels round otherwise
 
 
 def test_a_rank_that_dies_ends_the_run_and_the_checkpoint_is_whole():
