@@ -1,9 +1,10 @@
 """Sparse weights: our products against cuSPARSE's, and both against the dense product that pruning has to beat.
 
 A shape is that of the layer, M, N, K = batch rows, outputs, inputs; W (N, K) has random entries of a density, x and
-the values are normal. `op` is `spmm_csr`, `spmm_coo` (entries sorted by row, the peer's too) or `spmm_csr_transposed`
-(dy @ W, the input's gradient). A field `plan` says whether what a kernel finds out about W's pattern was `kept` from
-before, as in a layer, or found out in the call (`each call`). `gemm_24` and `gemm_int8_24` are in two_four.py.
+the values are normal. `op` is `spmm_csr`, `spmm_coo` (entries sorted by row, the peer's too), `spmm_csr_transposed`
+(dy @ W, the input's gradient) or `spmm_bitmap` (16-bit, on a GPU). A field `plan` says whether what a kernel finds out
+about W's pattern was `kept` from before, as in a layer, or found out in the call (`each call`). `gemm_24` and
+`gemm_int8_24` are in two_four.py.
 
 The crossover is the density below which the sparse product is faster than cuBLAS's dense one of the same dtype.
 """
@@ -40,8 +41,9 @@ from qsparse.bench.shapes import CPU_SPARSE, GPU_SHAPES, GPU_SPARSE, Shape
 from qsparse.errors import UserError
 from qsparse.measure import environment
 from qsparse.sparse import to_csr
+from qsparse.sparse.bitmap_tiles import to_bitmap_tiles
 
-OPS = ("spmm_csr", "spmm_coo", "spmm_csr_transposed")
+OPS = ("spmm_csr", "spmm_coo", "spmm_csr_transposed", "spmm_bitmap")
 DTYPES = ("float32", "float16", "bfloat16")
 DENSITIES = (0.3, 0.1, 0.05, 0.02)
 GROUP = ("op", "dtype", "plan", "peer")
@@ -119,6 +121,11 @@ def _contest(op: str, given: Problem) -> Contest:
         options = {"shape": shape, "ordered": True, **unchecked}
         ours = {"each call": Call(lambda: kernels.spmm_coo(a, values, given.rows, cols, **options))}
         return Contest(op, ours, sparse.coo_products(a, csr, given.rows, shape), reference, moved + 4 * given.nnz)
+    if op == "spmm_bitmap":
+        tiles = to_bitmap_tiles(w, w != 0)
+        ours = {"each call": Call(functools.partial(kernels.spmm_bitmap, a, *tiles, shape=shape, **unchecked))}
+        moved += sum(part.numel() * part.element_size() for part in tiles) - entries
+        return Contest(op, ours, sparse.products(a, csr, shape) | sparse.dense_products(a, w), reference, moved)
     plan = kernels.spmm_csr.plan(cols, offsets, shape=shape)
     product = functools.partial(kernels.spmm_csr, a, *csr, shape=shape, **unchecked)
     ours = {"kept": Call(functools.partial(product, plan=plan)), "each call": Call(product)}
@@ -285,7 +292,7 @@ def bench(
     for dtype, shape, density in _cells(dtypes if unstructured else (), shapes, tuple(densities) or DENSITIES):
         given = problem(shape, density, dtype, device)
         for op in unstructured:
-            if not _offered(op, dtype):
+            if not _offered(op, dtype, on_gpu):
                 continue
             say(f"{op} {dtype} {','.join(map(str, shape))} density {density:g}")
             more = measure(given, op, dtype, where, repetitions, say)
@@ -302,8 +309,10 @@ def bench(
     return Result(rows, means(rows), crossovers(rows))
 
 
-def _offered(op: str, dtype: str) -> bool:
-    """Whether the peer does it: PyTorch's COO takes no halves."""
+def _offered(op: str, dtype: str, on_gpu: bool) -> bool:
+    """Whether there is something to compare: PyTorch's COO takes no halves, tensor cores and bitmap tiles do."""
+    if op == "spmm_bitmap":
+        return on_gpu and dtype != "float32"
     return dtype == "float32" or op != "spmm_coo"
 
 
