@@ -55,14 +55,14 @@ __device__ __forceinline__ void await(unsigned long long* barrier, unsigned pari
 // d (64 x N) += a (64 x 32) · b (N x 32), as the wrappers of common/wgmma.cuh, for the N that divide a batch evenly.
 template <int N>
 __device__ __forceinline__ void wgmma_s8(int (&d)[N / 2], unsigned long long a, unsigned long long b, int accumulate) {
-    static_assert(N == 16 || N == 32 || N == 48 || N == 64 || N == 80 || N == 160, "a wrapper for this N is not written yet");
+    static_assert(N == 16 || N == 32 || N == 48 || N == 64 || N == 80 || N == 128 || N == 160, "a wrapper for this N is not written yet");
     if constexpr (N == 16) QSPARSE_WGMMA_S8(16, 8, 8, 9, 10, d, QSPARSE_ACC8("+r", d, 0));
     if constexpr (N == 32)
         QSPARSE_WGMMA_S8(32, 16, 16, 17, 18, d, QSPARSE_ACC8("+r", d, 0), QSPARSE_ACC8("+r", d, 8));
     if constexpr (N == 48)
         QSPARSE_WGMMA_S8(48, 24, 24, 25, 26, d, QSPARSE_ACC8("+r", d, 0), QSPARSE_ACC8("+r", d, 8),
                          QSPARSE_ACC8("+r", d, 16));
-    if constexpr (N == 64) wgmma<signed char, 64, 0, 0>(d, a, b, accumulate);
+    if constexpr (N == 64 || N == 128) wgmma<signed char, N, 0, 0>(d, a, b, accumulate);
     if constexpr (N == 80)
         QSPARSE_WGMMA_S8(80, 40, 40, 41, 42, d, QSPARSE_ACC32("+r", d, 0), QSPARSE_ACC8("+r", d, 32));
     if constexpr (N == 160)
@@ -228,10 +228,14 @@ __device__ __forceinline__ void quantize_input(char* act, float* scales, const v
     }
 }
 
+// Rows of a share, a multiple of 8 rows; the last blocks of a cluster of C may have none.
+template <int R, int C> constexpr int SHARE_OF = (R / C + 7) / 8 * 8;
+
 // Send the rows that a block of a cluster of C has quantized, and their scales, to the other blocks.
 template <int R, int C>
 __device__ __forceinline__ void send_input(char* act, float* scales, int panels, int rank, unsigned long long* received) {
-    constexpr int SHARE = R / C;
+    constexpr int SHARE = SHARE_OF<R, C>;
+    if (rank * SHARE >= R) return;
     for (int i = threadIdx.x; i < (C - 1) * (panels + 1); i += THREADS) {
         const int to = (rank + 1 + i / (panels + 1)) % C, panel = i % (panels + 1);
         if (panel < panels) bulk_send(act + panel * (R * ROW) + rank * SHARE * ROW, SHARE * ROW, received, to);
