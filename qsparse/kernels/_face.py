@@ -180,6 +180,21 @@ def matrix(a: torch.Tensor, k_major: bool = False) -> tuple[torch.Tensor, bool, 
     return rows(a), True, max(a.shape[1], 1)
 
 
+def new_matrix(like: torch.Tensor, m: int, n: int) -> torch.Tensor:
+    """An uninitialised (m, n) beside ``like``, of its dtype, aligned by 512 bytes; quicker than ``torch.empty``.
+
+    What compiled PyTorch code allocates with costs the host half of ``new_empty``, but knows only the current device,
+    and no filling.
+    """
+    here = like.get_device() == torch._C._cuda_getDevice()
+    if here and _allocate and not torch.are_deterministic_algorithms_enabled():
+        return _allocate((m, n), (n, 1), like.dtype)
+    return like.new_empty((m, n))
+
+
+_allocate = getattr(torch._C._dynamo.guards, "_empty_strided_cuda", None)
+
+
 def cpu_slices(m: int, height: int = 1024):
     """Slices of at most ``height`` rows: on a CPU, what is computed in between then stays in cache."""
     return (slice(start, start + height) for start in range(0, m, height))

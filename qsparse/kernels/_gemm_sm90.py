@@ -31,7 +31,7 @@ from qsparse.kernels._gemm_sm90_configs import (
     grid,
     output_map,
 )
-from qsparse.kernels._load import launch, multiprocessors, prepare, tensor_map
+from qsparse.kernels._load import Launch, launch, multiprocessors, prepare, tensor_map
 
 __all__ = ["APPLY_MASK", "CONFIGS", "INSTANCES", "TABLE", "Config", "candidates"]  # found here too
 
@@ -105,11 +105,11 @@ def plan(
 
 def launch_plan(found: _Plan, x, w, bias, y, alpha: float, mask=None) -> torch.Tensor:
     """Launch a plan on arrays of its kind."""
-    addresses = (x.data_ptr(), w.data_ptr(), y.data_ptr())
-    maps = found.maps.get(addresses) or found.encode(addresses)
-    bias_address = 0 if bias is None else bias.data_ptr()
-    mask_address = 0 if mask is None else mask.data_ptr()
-    found.launch((*maps, bias_address, addresses[2], mask_address, 0, 0, *found.sizes, alpha, found.flags, found.group))
+    places = (
+        *(x.data_ptr(), w.data_ptr(), y.data_ptr()),
+        *(0 if bias is None else bias.data_ptr(), 0 if mask is None else mask.data_ptr(), alpha),
+    )
+    (found.bound.get(places) or found.bind(*places))()
     return y
 
 
@@ -117,23 +117,24 @@ def launch_plan(found: _Plan, x, w, bias, y, alpha: float, mask=None) -> torch.T
 class _Plan:
     """All of a launch that does not depend on where the arrays lie; the maps lack their addresses."""
 
-    launch: Callable[[tuple], None]
+    launch: Launch
     sizes: tuple[int, int, int]
     x_map: tuple
     w_map: tuple
     y_map: tuple | None
     flags: int
     group: int
-    maps: dict = field(default_factory=dict)  # encoded for addresses seen: arrays come back to the same places
+    bound: dict = field(default_factory=dict)  # launches at places seen: arrays come back to the same ones
 
-    def encode(self, addresses: tuple[int, int, int]) -> tuple[bytes, bytes, bytes]:
-        """The three tensor maps at these addresses."""
-        if len(self.maps) >= 256:
-            self.maps.clear()
-        kinds = zip(addresses, (self.x_map, self.w_map, self.y_map), strict=True)
-        maps = tuple(tensor_map(address, *kind) if kind else NO_MAP for address, kind in kinds)
-        self.maps[addresses] = maps
-        return maps
+    def bind(self, x: int, w: int, y: int, bias: int, mask: int, alpha: float) -> Callable[[], None]:
+        """The launch with the arrays at these addresses."""
+        if len(self.bound) >= 64:
+            self.bound.clear()
+        kinds = zip((x, w, y), (self.x_map, self.w_map, self.y_map), strict=True)
+        maps = (tensor_map(address, *kind) if kind else NO_MAP for address, kind in kinds)
+        bound = self.launch.bind((*maps, bias, y, mask, 0, 0, *self.sizes, alpha, self.flags, self.group))
+        self.bound[x, w, y, bias, mask, alpha] = bound
+        return bound
 
 
 @functools.lru_cache(maxsize=4096)

@@ -2,7 +2,7 @@
 
 ``compile_source`` turns one ``cuda/*.cu`` file into a cubin with NVRTC. It needs no GPU, so the tests compile every
 kernel for every architecture with the very options that a run uses. ``launch`` loads the cubin through CuPy once a
-device and hands the function to the driver's ``cuLaunchKernelEx``.
+device and hands the function to the driver's ``cuLaunchKernel`` (with attributes, ``cuLaunchKernelEx``).
 
 Includes are pasted in before compiling, with ``#line`` so that errors keep their place: the cache key is then the
 whole text, and an edited header is never missed.
@@ -20,6 +20,7 @@ import struct
 import sys
 import tempfile
 import threading
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -193,8 +194,25 @@ def _architecture(device: int) -> str:
     return f"sm_{major}{minor}" + ("a" if (major, minor) == (9, 0) else "")
 
 
+Key = tuple[int, int, int, int, bool]  # grid, block, stream, blocks of a cluster, cooperative
+
+
+class _Arguments:
+    """A kernel's arguments packed one after another, and the list of their addresses that the driver asks for."""
+
+    def __init__(self, layout: struct.Struct, offsets: list[int]):
+        self._layout = layout
+        self._buffer = ctypes.create_string_buffer(max(layout.size, 1))
+        base = ctypes.addressof(self._buffer)
+        self._pointers = (ctypes.c_void_p * len(offsets))(*(base + offset for offset in offsets))
+        self.address = ctypes.addressof(self._pointers)
+
+    def pack(self, arguments: tuple) -> None:
+        self._layout.pack_into(self._buffer, 0, *arguments)
+
+
 class _Function:
-    """A kernel loaded on one device, with a reusable argument buffer laid out as the driver wants it."""
+    """A kernel loaded on one device, with a reusable room for arguments laid out as the driver wants them."""
 
     def __init__(self, device: int, name: str, instance: str, formats: str, shared: int):
         import cupy
@@ -208,32 +226,46 @@ class _Function:
             raw = self._module.get_function(mangled)
             if shared > 40 * 1024:  # beyond 48 KB, what the kernel itself declares included, it must be asked for
                 raw.max_dynamic_shared_size_bytes = shared
-            self._handle = driver.CUfunction(raw.kernel.ptr)
+            self._pointer = raw.kernel.ptr
+            self._handle = driver.CUfunction(self._pointer)
         self._driver, self._device = driver, device
+        self._plainly, self._refusal = cupy.cuda.driver.launchKernel, cupy.cuda.driver.CUDADriverError
         self._layout = struct.Struct("@" + formats)
-        self._buffer = ctypes.create_string_buffer(max(self._layout.size, 1))
         letters = re.findall(r"\d*[a-zA-Z]", formats)
         # "0P" adds no bytes but rounds up to P's alignment: the offset at which the next parameter is packed
-        offsets = [struct.calcsize(f"@{''.join(letters[:i])}0{letters[i][-1]}") for i in range(len(letters))]
-        base = ctypes.addressof(self._buffer)
-        self._pointers = (ctypes.c_void_p * len(offsets))(*(base + offset for offset in offsets))
-        self._pointers_address = ctypes.addressof(self._pointers)
+        self._offsets = [struct.calcsize(f"@{''.join(letters[:i])}0{letters[i][-1]}") for i in range(len(letters))]
+        self._room = self.arguments()
         self._configs: dict[tuple, object] = {}
         self._lock = threading.Lock()
         self._shared = shared
 
-    def __call__(self, key: tuple[int, int, int, int, bool], arguments: tuple) -> None:
-        config = self._configs.get(key) or self._config(key)
-        with self._lock:  # the driver copies the arguments before it returns
-            self._layout.pack_into(self._buffer, 0, *arguments)
-            (status,) = self._driver.cuLaunchKernelEx(config, self._handle, self._pointers_address, 0)
-            if status == self._driver.CUresult.CUDA_ERROR_INVALID_CONTEXT:  # a thread's first use of the GPU
-                _bind_context(self._device)
-                (status,) = self._driver.cuLaunchKernelEx(config, self._handle, self._pointers_address, 0)
-        if status:
-            raise RuntimeError(f"the kernel launch failed: {status.name}")
+    def arguments(self) -> _Arguments:
+        return _Arguments(self._layout, self._offsets)
 
-    def fits(self, key: tuple[int, int, int, int, bool]) -> bool:
+    def __call__(self, key: Key, arguments: tuple) -> None:
+        with self._lock:  # the driver copies the arguments before it returns
+            self._room.pack(arguments)
+            self.launch(key, self._room)
+
+    def launch(self, key: Key, packed: _Arguments) -> None:
+        try:
+            self._launch(key, packed.address)
+        except self._refusal as refusal:
+            if refusal.status != int(self._driver.CUresult.CUDA_ERROR_INVALID_CONTEXT):
+                raise RuntimeError(f"the kernel launch failed: {refusal}") from None
+            _bind_context(self._device)  # a thread's first use of the GPU
+            self._launch(key, packed.address)
+
+    def _launch(self, key: Key, address: int) -> None:
+        grid, block, stream, cluster, cooperative = key
+        if cluster == 1 and not cooperative:  # cheaper for the host than a launch with attributes
+            self._plainly(self._pointer, grid, 1, 1, block, 1, 1, self._shared, stream, address, 0)
+            return
+        (status,) = self._driver.cuLaunchKernelEx(self._configs.get(key) or self._config(key), self._handle, address, 0)
+        if status:
+            raise self._refusal(int(status))
+
+    def fits(self, key: Key) -> bool:
         try:
             config = self._configs.get(key) or self._config(key)
         except RuntimeError:
@@ -242,7 +274,7 @@ class _Function:
         status, clusters = self._driver.cuOccupancyMaxActiveClusters(self._handle, config)
         return not status and clusters > 0
 
-    def _config(self, key: tuple[int, int, int, int, bool]):
+    def _config(self, key: Key):
         grid, block, stream, cluster, cooperative = key
         config = self._driver.CUlaunchConfig()
         config.gridDimX, config.gridDimY, config.gridDimZ = grid, 1, 1
@@ -384,7 +416,7 @@ def launched():
         _seen = before
 
 
-class _Launch:
+class Launch:
     """A kernel with its grid on one device, ready for arguments: what a repeated call keeps."""
 
     def __init__(
@@ -404,14 +436,23 @@ class _Launch:
             return self._function.fits((self._grid, self._block, 0, *self._attributes))
 
     def __call__(self, arguments: tuple) -> None:
+        self._run(self._function, arguments)
+
+    def bind(self, arguments: tuple) -> Callable[[], None]:
+        """What launches with these arguments, which are packed once and for all."""
+        packed = self._function.arguments()
+        packed.pack(arguments)
+        return functools.partial(self._run, self._function.launch, packed)
+
+    def _run(self, launch: Callable, arguments: tuple | _Arguments) -> None:
         if _seen is not None:
             _seen.append(self._label)
         key = (self._grid, self._block, self._stream(self._device), *self._attributes)
         if self._device == self._current_device():
-            self._function(key, arguments)
+            launch(key, arguments)
         else:
             with self._on():
-                self._function(key, arguments)
+                launch(key, arguments)
 
 
 @functools.lru_cache(maxsize=4096)
@@ -426,13 +467,13 @@ def prepare(
     *,
     cluster: int = 1,
     cooperative: bool = False,
-) -> _Launch | None:
+) -> Launch | None:
     """What :func:`launch` calls, for those who launch the same kernel again and again; None for an empty grid.
 
     ``cluster`` blocks form a cluster (where the kernel does not say so itself); a ``cooperative`` launch runs all its
     blocks at once or fails.
     """
-    return _Launch(device, name, instance, formats, grid, block, shared, cluster, cooperative) if grid else None
+    return Launch(device, name, instance, formats, grid, block, shared, cluster, cooperative) if grid else None
 
 
 def launch(
