@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from qsparse import kernels
+from qsparse.kernels import _mlp_int8_grid_sm90 as grid_sm90
 from qsparse.kernels import _mlp_int8_row_sm90 as row_sm90
 from qsparse.kernels import _mlp_int8_sm90 as sm90
 from qsparse.kernels._mlp_int8_slots import Slots
@@ -156,6 +157,10 @@ def plans(sizes, m):
             p = host.plan(sizes, m, config, group, rows)
             if p and p.groups <= 8 and p.group * p.groups <= 132:
                 yield host.launch_mlp, p
+    for config in grid_sm90.CONFIGS:
+        p = grid_sm90.plan(sizes, m, config)
+        if p and p.blocks <= 132:
+            yield grid_sm90.launch_mlp, p
 
 
 @pytest.fixture
@@ -166,7 +171,7 @@ def hopper():
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("sizes", [*NETWORKS, (784, 4096, 4096, 10)], ids=str)
+@pytest.mark.parametrize("sizes", [*NETWORKS, (784, 1024, 1024, 10), (784, 4096, 4096, 10)], ids=str)
 @pytest.mark.parametrize("m", [1, 17, 64])
 def test_every_plan_has_the_chain_s_bits(hopper, sizes, m, normal, network):
     arrays, input_scales = network(sizes, hopper, static=(1,))
@@ -177,7 +182,7 @@ def test_every_plan_has_the_chain_s_bits(hopper, sizes, m, normal, network):
         for launch_mlp, p in plans(sizes, m):
             y = launch_mlp(x, layers, p)
             torch.cuda.synchronize()
-            assert torch.equal(y, chain), f"{p.config}, groups of {p.group} blocks, {p.rows} rows"
+            assert torch.equal(y, chain), str(p)
 
 
 @pytest.mark.gpu
