@@ -1,0 +1,211 @@
+"""Climb the ladder on several networks, and measure the time to an accuracy; write the rows and README's tables.
+
+    python experiments/03_training_ladder/run.py            # on a GPU, some two minutes
+    python experiments/03_training_ladder/run.py --table    # the tables again, from the rows that there are
+
+Exits with 1 when a backend's losses are not PyTorch's, or when a recipe misses its accuracy.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from qsparse import data, kernels
+from qsparse.data import MEAN, STD, Dataset
+from qsparse.device import resolve_device
+from qsparse.errors import UserError
+from qsparse.measure import environment
+from qsparse.models import MLP
+from qsparse.train.config import TrainConfig
+from qsparse.train.fit import evaluate
+from qsparse.train.ladder import ladder
+
+HERE = Path(__file__).resolve().parent
+ROWS, ACCURACY_ROWS, README = HERE / "rows.jsonl", HERE / "accuracy.jsonl", HERE / "README.md"
+SEEDS = range(5)
+NETWORKS = (((256,), 64, SEEDS), ((320, 160), 64, [0]), ((1024, 1024), 256, [0]), ((256,), 4096, [0]))
+"""Hidden layers, batch, and the seeds that are trained."""
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """How to reach an accuracy: 784-256-10, plain gradient descent, the learning rate decaying linearly to zero."""
+
+    target: float
+    epochs: int
+    lr: float
+    batch_size: int = 64
+
+
+RECIPES = (Recipe(0.97, epochs=1, lr=0.3), Recipe(0.98, epochs=4, lr=0.3))
+
+
+def climb(dataset: Dataset) -> list[dict[str, Any]]:
+    """The ladder's rows of every network; each seed counts as a round."""
+    rows = []
+    for hidden, batch, seeds in NETWORKS:
+        for seed in seeds:
+            print(f"784-{'-'.join(map(str, hidden))}-10, batch {batch}, seed {seed}", file=sys.stderr, flush=True)
+            config = TrainConfig(hidden=hidden, batch_size=batch, epochs=2, seed=seed)
+            rounds = 1 if len(seeds) > 1 else 3
+            rows += ladder(dataset, config, rounds=rounds, say=lambda _: None, device="cuda").rows
+    return rows
+
+
+def time_to_accuracy(dataset: Dataset, recipe: Recipe, seed: int) -> dict[str, Any]:
+    """Train from the first weights on, the data set on the GPU but in no cache of it; a row with the device's time."""
+    train, device = dataset.train, dataset.train.images.device
+    model = MLP((784, 256, 10), seed=seed).to(device)
+    parameters = torch.nn.utils.parameters_to_vector(model.parameters()).detach()
+    steps = -(-len(train) // recipe.batch_size)
+    rates = torch.linspace(recipe.lr, 0, recipe.epochs * steps + 1, device=device)[:-1].split(steps)
+    orders = [data.order(len(train), seed=seed, epoch=epoch).to(device) for epoch in range(recipe.epochs)]
+    flush = torch.empty(256 * 2**20, dtype=torch.uint8, device=device)
+    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    flush.zero_()
+    begin.record()
+    for order, rate in zip(orders, rates, strict=True):
+        kernels.train_mlp(
+            train.images,
+            train.labels,
+            order,
+            rate,
+            parameters,
+            sizes=model.sizes,
+            batch=recipe.batch_size,
+            scale=1 / (255 * STD),
+            shift=-MEAN / STD,
+            precision="high",
+        )
+    end.record()
+    torch.nn.utils.vector_to_parameters(parameters, model.parameters())
+    accuracy, _ = evaluate(model, dataset.test)
+    return {
+        "op": "time_to_accuracy",
+        "target": recipe.target,
+        "sizes": list(model.sizes),
+        "dtype": "tf32",
+        "batch_size": recipe.batch_size,
+        "lr": recipe.lr,
+        "epochs": recipe.epochs,
+        "images": len(train),
+        "seed": seed,
+        "accuracy": accuracy,
+        "reached": accuracy >= recipe.target,
+        "device_ms": begin.elapsed_time(end),
+        **environment(device),
+        "timer": "cuda_event",
+        "l2": "cold",
+    }
+
+
+def ladder_table(rows: list[dict[str, Any]]) -> str:
+    """A line for each network and backend: medians of times, means of accuracies over the seeds."""
+    if not rows:
+        return "Not measured yet: `python experiments/03_training_ladder/run.py` fills this in."
+    lines = [
+        "| network | batch | rung | products | epoch, ms | to `torch_graph` | to `torch_eager` | accuracy | seeds |",
+        "| --- | ---: | --- | --- | ---: | ---: | ---: | ---: | ---: |",
+    ]
+    groups: dict[tuple, list[dict]] = {}
+    for row in rows:
+        groups.setdefault((*row["sizes"], row["batch_size"], row["backend"]), []).append(row)
+    for group in groups.values():
+        first = group[0]
+        cells = [f"{'-'.join(map(str, first['sizes']))}", f"{first['batch_size']}", f"`{first['backend']}`"]
+        cells.append(first["dtype"])
+        for field, form in (("epoch_s", "{:.2f}"), ("ratio", "{:.2f}x"), ("eager_ratio", "{:.1f}x")):
+            values = [row[field] for row in group]
+            scale = 1000 if field == "epoch_s" else 1
+            cells.append("wrong" if None in values else form.format(scale * statistics.median(values)))
+        cells += [f"{statistics.mean(row['accuracy'] for row in group):.2%}", f"{len(group)}"]
+        lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join((*lines, "", f"{_where(rows)} Wall-clock time of training 60,000 images, evaluation left out."))
+
+
+def accuracy_table(rows: list[dict[str, Any]]) -> str:
+    """A line for each recipe: the median of times, and the accuracies over the seeds."""
+    if not rows:
+        return "Not measured yet."
+    lines = [
+        "| test accuracy | epochs | batch | first rate | device time, ms | accuracy, lowest and mean | seeds |",
+        "| ---: | ---: | ---: | ---: | ---: | ---: | ---: |",
+    ]
+    groups: dict[float, list[dict]] = {}
+    for row in rows:
+        groups.setdefault(row["target"], []).append(row)
+    for target, group in groups.items():
+        first, accuracies = group[0], [row["accuracy"] for row in group]
+        time = statistics.median(row["device_ms"] for row in group)
+        cells = [f"{target:.0%}", f"{first['epochs']}", f"{first['batch_size']}", f"{first['lr']}", f"{time:.2f}"]
+        cells += [f"{min(accuracies):.2%}, {statistics.mean(accuracies):.2%}", f"{len(group)}"]
+        lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join((*lines, "", _where(rows)))
+
+
+def _where(rows: list[dict[str, Any]]) -> str:
+    first = rows[0]
+    return f"{first['gpu']}, PyTorch {first['torch']}, CUDA {first['cuda']}, {first['date'][:10]}."
+
+
+def _read(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+
+
+def _write(path: Path, rows: list[dict[str, Any]]) -> None:
+    path.write_text("".join(json.dumps(row, allow_nan=False) + "\n" for row in rows))
+
+
+def publish() -> None:
+    """Write the tables into README, between their marks."""
+    text = README.read_text()
+    for name, table in (("ladder", ladder_table(_read(ROWS))), ("accuracy", accuracy_table(_read(ACCURACY_ROWS)))):
+        begin, end = f"<!-- {name}: written by run.py -->", f"<!-- end of {name} -->"
+        head, rest = text.split(begin)
+        text = f"{head}{begin}\n\n{table}\n\n{end}{rest.split(end)[1]}"
+    README.write_text(text)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--table", action="store_true", help="only the tables, from the rows")
+    parser.add_argument("--only", choices=("ladder", "accuracy"), help="measure one of the two")
+    given = parser.parse_args()
+    if given.table:
+        publish()
+        return 0
+    try:
+        device = resolve_device("cuda")
+        dataset = data.load("mnist", 0)
+    except UserError as error:
+        print(f"Error: {error}", file=sys.stderr)
+        return 2
+    failed = []
+    if given.only != "accuracy":
+        rows = climb(dataset)
+        _write(ROWS, rows)
+        print(ladder_table(rows))
+        failed += [f"WRONG: {row['backend']} {row['sizes']}" for row in rows if row["epoch_s"] is None]
+    if given.only != "ladder":
+        there = dataset.to(device)
+        time_to_accuracy(there, RECIPES[0], seed=0)  # compiles
+        rows = [time_to_accuracy(there, recipe, seed) for recipe in RECIPES for seed in SEEDS]
+        _write(ACCURACY_ROWS, rows)
+        print(accuracy_table(rows))
+        failed += [f"MISSED: {row['accuracy']:.2%} of {row['target']:.0%}" for row in rows if not row["reached"]]
+    publish()
+    for each in failed:
+        print(each, file=sys.stderr)
+    return 1 if failed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
