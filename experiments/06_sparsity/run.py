@@ -64,6 +64,8 @@ CASES: list[tuple[str, dict]] = [
       for distribution in ("uniform", "erk", "global")),
     *((f"{pruner}, biases corrected", {"pattern": "2:4", "pruner": pruner, "correct_bias": True})
       for pruner in ("magnitude", "wanda", "sparsegpt")),
+    *((f"sparsegpt, of {samples:,} images", {"pattern": "2:4", "pruner": "sparsegpt", "samples": samples})
+      for samples in (8192, 32768)),
 ]  # fmt: skip
 
 
