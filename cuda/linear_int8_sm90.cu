@@ -38,6 +38,7 @@ linear_int8_sm90(const __grid_constant__ TensorMap map, const __grid_constant__ 
     const int rank = C > 1 ? cluster_rank() : 0;
     const int warpgroup = threadIdx.x / WARPGROUP, lane = threadIdx.x % 32;
     const long long m0 = static_cast<long long>(blockIdx.x / C) * R;
+    if (threadIdx.x == 32) prefetch_input(e.x, m0 + rank * SHARE, e.M, e.K, e.kind, SHARE);
     if (threadIdx.x == 0) {
         for (int s = 0; s < e.stages; ++s) {
             mbarrier_init(&full[s], 1);

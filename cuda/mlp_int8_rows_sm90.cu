@@ -64,6 +64,7 @@ mlp_int8_rows_sm90(const __grid_constant__ Maps maps, const __grid_constant__ Ne
     const int rank = C > 1 ? cluster_rank() : 0, last = net.layers - 1;
     const int warpgroup = threadIdx.x / WARPGROUP, lane = threadIdx.x % 32;
     const long long m0 = static_cast<long long>(blockIdx.x / C) * R;
+    if (threadIdx.x == 32) prefetch_input(net.x, m0 + rank * SHARE, net.M, net.layer[0].K, net.kind, SHARE);
     if (threadIdx.x == 0) {
         for (int s = 0; s < net.stages; ++s) {
             mbarrier_init(&full[s], 1);

@@ -56,6 +56,9 @@ struct Divider {
         return rounded(CLIP ? fminf(fmaxf(x, least), most) : x);
     }
 
+    // The same without CLIP where `factor` is 1.
+    __device__ __forceinline__ unsigned nearest_as_it_is(float x) const { return rounded(x); }
+
   private:
     // The bits of 1.5 * 2^23 + rint(x / s): the integer stands in the low ones.
     __device__ __forceinline__ unsigned rounded(float x) const {

@@ -113,68 +113,10 @@ __device__ __forceinline__ unsigned packed(unsigned a, unsigned b, unsigned c, u
 
 // --- the input --------------------------------------------------------------------------------------------------------
 
-constexpr int PIECE = 8, PIECES = LONGEST / PIECE / 32;  // elements that a lane loads at once; such pieces of a lane
-
-// What a lane holds of a row: pieces of 8 elements, 32 pieces apart; 16-bit types fill the first half.
-struct Pieces { uint4 at[PIECES][2]; };
-
-__device__ __forceinline__ void load_row(Pieces& p, const char* row, int K, int kind, bool exists) {
-    const int lane = threadIdx.x % 32;
-#pragma unroll
-    for (int i = 0; i < PIECES; ++i) {
-        const int piece = lane + 32 * i;
-        const bool there = exists && piece * PIECE < K;
-        p.at[i][0] = p.at[i][1] = uint4{0, 0, 0, 0};
-        if (kind != 0) {
-            if (there) p.at[i][0] = reinterpret_cast<const uint4*>(row)[piece];
-        } else if (there) {
-            p.at[i][0] = reinterpret_cast<const uint4*>(row)[2 * piece];
-            p.at[i][1] = reinterpret_cast<const uint4*>(row)[2 * piece + 1];
-        }
-    }
-}
+template <typename T> constexpr int TEAM_OF = 4 * sizeof(T);  // lanes that share a row
 
 __device__ __forceinline__ unsigned larger_halves(unsigned a, unsigned b) { return __vmaxu2(a, b & 0x7fff7fffu); }
 __device__ __forceinline__ unsigned larger(unsigned a, unsigned b) { return max(a, b & 0x7fffffffu); }
-
-// The bits of a row's largest magnitude as a float; NaN above Inf above all numbers.
-__device__ __forceinline__ unsigned largest_of(const Pieces& p, int kind) {
-    unsigned most = 0;
-    if (kind == 0) {
-#pragma unroll
-        for (int i = 0; i < 2 * PIECES; ++i) {
-            const uint4 v = p.at[i / 2][i % 2];
-            most = larger(larger(larger(larger(most, v.x), v.y), v.z), v.w);
-        }
-        return __reduce_max_sync(~0u, most);
-    }
-#pragma unroll
-    for (int i = 0; i < PIECES; ++i) {
-        const uint4 v = p.at[i][0];
-        most = larger_halves(larger_halves(larger_halves(larger_halves(most, v.x), v.y), v.z), v.w);
-    }
-    most = __reduce_max_sync(~0u, max(most & 0xffffu, most >> 16));
-    return kind == 2 ? most << 16 : __float_as_uint(__half2float(__ushort_as_half(static_cast<unsigned short>(most))));
-}
-
-__device__ __forceinline__ void elements_of(float (&v)[PIECE], const Pieces& p, int i, int kind) {
-    const unsigned words[8] = {p.at[i][0].x, p.at[i][0].y, p.at[i][0].z, p.at[i][0].w,
-                               p.at[i][1].x, p.at[i][1].y, p.at[i][1].z, p.at[i][1].w};
-    if (kind == 0) {
-#pragma unroll
-        for (int e = 0; e < 8; ++e) v[e] = __uint_as_float(words[e]);
-    } else if (kind == 1) {
-#pragma unroll
-        for (int e = 0; e < 8; e += 2) {
-            const float2 two = __half22float2(*reinterpret_cast<const __half2*>(&words[e / 2]));
-            v[e] = two.x, v[e + 1] = two.y;
-        }
-    } else {
-#pragma unroll
-        for (int e = 0; e < 8; e += 2)
-            v[e] = __uint_as_float(words[e / 2] << 16), v[e + 1] = __uint_as_float(words[e / 2] & 0xffff0000u);
-    }
-}
 
 // The scale of a row whose largest magnitude has these bits: its own, or a given one. NaN where a value beyond `limit`
 // spoils the row.
@@ -185,47 +127,117 @@ __device__ __forceinline__ float scale_of(unsigned largest, bool given, float fi
     return largest <= limit ? s : not_a_number();
 }
 
-// Quantize `count` rows of x from row m0 on, those below M, into rows `first` and following of the panels at `act`, R rows
-// each, and their scales; rows beyond M become zeros. A warp takes one row after the other, the next one on its way.
-template <int R>
-__device__ __forceinline__ void quantize_input(char* act, float* scales, const void* source, long long m0, int M, int K,
-                                               int kind, const float* given_scale, int first, int count) {
-    const long long stride = static_cast<long long>(K) * (kind == 0 ? 4 : 2);
-    const char* const x = static_cast<const char*>(source) + m0 * stride;
+// 16 bytes of a row as floats.
+__device__ __forceinline__ void elements_of(float (&v)[4], uint4 raw, const float*) {
+    v[0] = __uint_as_float(raw.x), v[1] = __uint_as_float(raw.y);
+    v[2] = __uint_as_float(raw.z), v[3] = __uint_as_float(raw.w);
+}
+__device__ __forceinline__ void elements_of(float (&v)[8], uint4 raw, const __half*) {
+    const unsigned words[4] = {raw.x, raw.y, raw.z, raw.w};
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+        const float2 two = __half22float2(*reinterpret_cast<const __half2*>(&words[i]));
+        v[2 * i] = two.x, v[2 * i + 1] = two.y;
+    }
+}
+__device__ __forceinline__ void elements_of(float (&v)[8], uint4 raw, const __nv_bfloat16*) {
+    const unsigned words[4] = {raw.x, raw.y, raw.z, raw.w};
+#pragma unroll
+    for (int i = 0; i < 4; ++i)
+        v[2 * i] = __uint_as_float(words[i] << 16), v[2 * i + 1] = __uint_as_float(words[i] & 0xffff0000u);
+}
+
+// Bring bytes, a multiple of 16 at a multiple of 16, into L2.
+__device__ __forceinline__ void bulk_prefetch(const void* from, int bytes) {
+    asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(from), "r"(bytes) : "memory");
+}
+
+// One team's row: its largest magnitude, its scale, its integers into the swizzled row at `to`, panels `panel` bytes
+// apart. PIECES pieces of 16 bytes a lane hold it.
+template <typename T, int PIECES, int PANEL>
+__device__ __forceinline__ void quantize_row(const uint4 (&raw)[PIECES], char* act, int row, float* scale, int K,
+                                             bool given, float fixed) {
+    constexpr int VEC = 16 / sizeof(T), TEAM = TEAM_OF<T>;
+    const int member = threadIdx.x % TEAM;
+    unsigned largest = 0;  // as the bits of a magnitude: NaN above Inf above all numbers
+#pragma unroll
+    for (int i = 0; i < PIECES; ++i) {
+        const uint4 v = raw[i];
+        if constexpr (sizeof(T) == 4) largest = larger(larger(larger(larger(largest, v.x), v.y), v.z), v.w);
+        else largest = larger_halves(larger_halves(larger_halves(larger_halves(largest, v.x), v.y), v.z), v.w);
+    }
+    if constexpr (sizeof(T) == 2) {
+        largest = max(largest & 0xffffu, largest >> 16);
+        const unsigned short bits = static_cast<unsigned short>(largest);
+        if constexpr (is_same<T, __half>) largest = __float_as_uint(__half2float(__ushort_as_half(bits)));
+        else largest <<= 16;
+    }
+#pragma unroll
+    for (int lane = TEAM / 2; lane > 0; lane /= 2) largest = max(largest, __shfl_xor_sync(~0u, largest, lane));
+    const float s = scale_of(largest, given, fixed, 0x7f7fffffu);
+    if (member == 0) *scale = s;
+    const Divider by(s, -127, 127);
+    const auto store = [&](auto nearest) {
+#pragma unroll
+        for (int i = 0; i < PIECES; ++i) {
+            const int k = (member + TEAM * i) * VEC;
+            if (TEAM * i * VEC >= K) break;
+            float v[VEC];
+            elements_of(v, raw[i], static_cast<const T*>(nullptr));
+            unsigned q[VEC];
+#pragma unroll
+            for (int e = 0; e < VEC; ++e) q[e] = nearest(v[e]);
+            if (k >= K) continue;
+            char* const to = act + k / ROW * PANEL + row * ROW + (k / 16 % 8 ^ row % 8) * 16 + k % 16;
+            if constexpr (VEC == 4) {
+                *reinterpret_cast<unsigned*>(to) = packed(q[0], q[1], q[2], q[3]);
+            } else {
+                *reinterpret_cast<uint2*>(to) =
+                    make_uint2(packed(q[0], q[1], q[2], q[3]), packed(q[4], q[5], q[6], q[7]));
+            }
+        }
+    };
+    if (given) store([&](float v) { return by.nearest(v); });
+    else if (__all_sync(~0u, by.factor == 1.0f)) store([&](float v) { return by.nearest_as_it_is(v); });
+    else store([&](float v) { return by.nearest_finite<false>(v); });  // nothing lies beyond the row's own maximum
+}
+
+// Quantize `count` rows (a multiple of 8) of x from row m0 on, those below M, into rows `first` and following of the panels at `act`, R rows
+// each, and their scales; rows beyond M become zeros.
+template <typename T, int R>
+__device__ __forceinline__ void quantize_rows(char* act, float* scales, const void* source, long long m0, int M, int K,
+                                              const float* given_scale, int first, int count) {
+    constexpr int VEC = 16 / sizeof(T), TEAM = TEAM_OF<T>, PIECES = LONGEST / VEC / TEAM;
+    const T* const x = static_cast<const T*>(source) + m0 * K;
     const int exist = static_cast<int>(max(0ll, min(static_cast<long long>(count), M - m0)));
     const bool given = given_scale;
     const float fixed = given ? *given_scale : 0.0f;
-    const int lane = threadIdx.x % 32;
-    Pieces now, next;
-    int r = threadIdx.x / 32;
-    if (r < count) load_row(next, x + r * stride, K, kind, r < exist);
 #pragma unroll 1
-    for (; r < count; r += THREADS / 32) {
-        now = next;
-        const int after = r + THREADS / 32;
-        if (after < count) load_row(next, x + after * stride, K, kind, after < exist);
-        const float scale = scale_of(largest_of(now, kind), given, fixed, 0x7f7fffffu);
-        const Divider by(scale, -127, 127);
-        const int row = first + r;
-        if (lane == 0) scales[row] = scale;
+    for (int r = threadIdx.x / TEAM; r < count; r += THREADS / TEAM) {
+        uint4 raw[PIECES];
 #pragma unroll
         for (int i = 0; i < PIECES; ++i) {
-            const int piece = lane + 32 * i;
-            if (piece * PIECE >= K) break;
-            float v[PIECE];
-            elements_of(v, now, i, kind);
-            unsigned q[PIECE];
-            if (given) {
-#pragma unroll
-                for (int e = 0; e < PIECE; ++e) q[e] = by.nearest(v[e]);
-            } else {  // nothing lies beyond the row's own maximum; a spoilt row may hold anything
-#pragma unroll
-                for (int e = 0; e < PIECE; ++e) q[e] = by.nearest_finite<false>(v[e]);
-            }
-            char* const to = act + piece / 16 * (R * ROW) + row * ROW + (piece / 2 % 8 ^ row % 8) * 16 + piece % 2 * 8;
-            *reinterpret_cast<uint2*>(to) = make_uint2(packed(q[0], q[1], q[2], q[3]), packed(q[4], q[5], q[6], q[7]));
+            const int k = (threadIdx.x % TEAM + TEAM * i) * VEC;
+            raw[i] = uint4{0, 0, 0, 0};
+            if (r < exist && k < K) raw[i] = *reinterpret_cast<const uint4*>(x + static_cast<long long>(r) * K + k);
         }
+        quantize_row<T, PIECES, R * ROW>(raw, act, first + r, scales + first + r, K, given, fixed);
     }
+}
+
+template <int R>
+__device__ __forceinline__ void quantize_input(char* act, float* scales, const void* x, long long m0, int M, int K,
+                                               int kind, const float* given, int first, int count) {
+    if (kind == 0) quantize_rows<float, R>(act, scales, x, m0, M, K, given, first, count);
+    else if (kind == 1) quantize_rows<__half, R>(act, scales, x, m0, M, K, given, first, count);
+    else quantize_rows<__nv_bfloat16, R>(act, scales, x, m0, M, K, given, first, count);
+}
+
+// The same rows on their way to L2, long before they are loaded.
+__device__ __forceinline__ void prefetch_input(const void* x, long long m0, int M, int K, int kind, int count) {
+    const int bytes = K * (kind == 0 ? 4 : 2);
+    const int exist = static_cast<int>(max(0ll, min(static_cast<long long>(count), M - m0)));
+    if (exist > 0) bulk_prefetch(static_cast<const char*>(x) + m0 * bytes, exist * bytes);
 }
 
 // Rows of a share, a multiple of 8 rows; the last blocks of a cluster of C may have none.
