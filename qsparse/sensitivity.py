@@ -21,7 +21,7 @@ from qsparse.errors import UserError
 from qsparse.measure import environment
 from qsparse.models import MLP
 from qsparse.quant import DTYPES, QuantConfig, budget, quantize
-from qsparse.quant.config import FLOAT32
+from qsparse.quant.config import FLOAT32, spelt
 from qsparse.sparse import EmptyLayerWarning, SparseConfig, prune, sparsify
 from qsparse.train.fit import evaluate
 from qsparse.train.progress import say
@@ -121,7 +121,7 @@ def sensitivity(
     for name, choice, compressed in _variants(model, dtypes, sparse):
         accuracy, _ = evaluate(compressed, split)
         names = list(model.layers()) if name == ALL else [name]
-        simulated = choice["dtype"] not in (FLOAT32, *DTYPES)
+        simulated = choice["density"] is None and choice["choice"] not in DTYPES
         rows.append(
             {
                 "run": str(run),
@@ -163,9 +163,9 @@ def _variants(
     for name in (*model.layers(), ALL):
         for dtype in dtypes:
             config = _config(dtype, None if name == ALL else name)
-            yield name, {"dtype": dtype, "density": None, "choice": dtype}, quantize(model, config)
+            yield name, {"dtype": spelt(dtype), "density": None, "choice": dtype}, quantize(model, config)
         for config, whole in zip(sparse, sparsified, strict=True):
-            choice = {"dtype": FLOAT32, "density": config.density, "choice": f"csr-{config.density:g}"}
+            choice = {"dtype": spelt(FLOAT32), "density": config.density, "choice": f"csr-{config.density:g}"}
             yield name, choice, whole if name == ALL else model.replace({name: whole.layers()[name]})
 
 
@@ -187,7 +187,7 @@ def _costs(rows: list[dict[str, Any]]) -> dict[str, dict[str, tuple[int, float]]
     for row in rows:
         if row["layer"] != ALL and row["density"] is None and not row["simulated"]:
             of_layer = costs.setdefault(row["layer"], {FLOAT32: (row["float32_bytes"], 0.0)})
-            of_layer[row["dtype"]] = (row["bytes"], row["accuracy_change"])
+            of_layer[row["choice"]] = (row["bytes"], row["accuracy_change"])
     return costs
 
 

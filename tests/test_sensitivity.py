@@ -99,7 +99,7 @@ def test_densities_and_bytes():
     rows = {(row["layer"], row["choice"]): row for row in said["rows"]}
     assert len(rows) == 3 * 5
     assert rows["fc1", "csr-0.1"]["density"] == 0.1
-    assert rows["fc1", "csr-0.1"]["dtype"] == "fp32"
+    assert rows["fc1", "csr-0.1"]["dtype"] == "float32"
     assert rows["fc2", "int8"]["bytes"] == 320 + 10 * 8
     assert rows["fc2", "int8"]["float32_bytes"] == 4 * 330
     assert rows["fc1", "int4wo"]["bytes"] == 784 * 16 + 32 * 6

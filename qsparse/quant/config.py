@@ -17,12 +17,18 @@ DTYPES = (*HALVES, "int8", "int8wo", "int4wo", "fp8")
 """What kernels compute."""
 SIMULATED = tuple(name for name in BITS if name not in DTYPES)
 """Accuracy studies."""
+_SPELT = {FLOAT32: "float32", "fp16": "float16", "bf16": "bfloat16", "fp8": "float8_e4m3fn"}
 METHODS = ("absmax", "gptq", "smoothquant", "bias-correction", "equalisation")
 ACTIVATIONS = ("dynamic", "static")
 CALIBRATIONS = ("minmax", "percentile", "mse", "entropy", "fixed", "lsq")
 GRANULARITIES = ("tensor", "channel", "group")
 _LARGEST = 3.4028234e38
 """The largest float32: what ranges and rates are computed in."""
+
+
+def spelt(dtype: str) -> str:
+    """The name of a dtype in rows and reports: torch's own where it has one, as float16 for fp16."""
+    return _SPELT.get(dtype, dtype)
 
 
 @dataclass(frozen=True)
@@ -234,12 +240,12 @@ class QuantConfig:
 
     def fields(self) -> dict[str, Any]:
         """What a result row says of it beyond what the model shows."""
-        layers = {"layers": dict(self.layers)} if self.layers else {}
+        layers = {"layers": {name: spelt(dtype) for name, dtype in self.layers}} if self.layers else {}
         rounded = [dtype for dtype in self._dtypes if dtype in BITS]
         if not rounded:
             return layers
         named = (
-            {} if layers and not self.simulate else {"dtype": "+".join(self._dtypes)}
+            {} if layers and not self.simulate else {"dtype": "+".join(map(spelt, self._dtypes))}
         )  # a kernel's layers say theirs
         return (
             layers

@@ -38,7 +38,8 @@ class Choice:
     density: float | None = None
 
     def __str__(self) -> str:
-        return self.dtype if self.density is None else f"csr {self.density:.3g} {self.dtype}"
+        dtype = config.spelt(self.dtype)
+        return dtype if self.density is None else f"csr {self.density:.3g} {dtype}"
 
 
 Plan = dict[str, Choice]

@@ -63,9 +63,9 @@ def test_layers_are_the_same_in_any_order_and_their_names_tell_them_apart():
     assert QuantConfig("fp32", layers=one).variant == "fp32-fc1_int8-fc2_fp16"
     assert QuantConfig("int8", layers={"fc1": "int8"}) == QuantConfig("int8")
     assert hash(QuantConfig("int8", layers={"fc2": "bf16"})) != hash(QuantConfig("int8"))
-    assert QuantConfig("int8", layers={"fc2": "bf16"}).fields()["layers"] == {"fc2": "bf16"}
-    assert QuantConfig("int3", layers={"fc2": "bf16"}, simulate=True).fields()["dtype"] == "int3+bf16"
-    assert QuantConfig("fp16", layers={"fc2": "bf16"}).fields() == {"layers": {"fc2": "bf16"}}
+    assert QuantConfig("int8", layers={"fc2": "bf16"}).fields()["layers"] == {"fc2": "bfloat16"}
+    assert QuantConfig("int3", layers={"fc2": "bf16"}, simulate=True).fields()["dtype"] == "int3+bfloat16"
+    assert QuantConfig("fp16", layers={"fc2": "bf16"}).fields() == {"layers": {"fc2": "bfloat16"}}
 
 
 @pytest.mark.parametrize(
@@ -103,7 +103,7 @@ def test_the_command(tmp_path, monkeypatch):
     row = json.loads(result.stdout)["rows"][1]
     assert row["variant"] == "fp32-fc1_int8-fc2_fp16"
     assert row["dtype"] == "int8+float16"
-    assert row["layers"] == {"fc1": "int8", "fc2": "fp16"}
+    assert row["layers"] == {"fc1": "int8", "fc2": "float16"}
     assert row["kernel"] == "gemm_int8:cpu (torch._int_mm), gemm:cpu"
     assert row["weight_bytes"] == 784 * 256 + 256 * 8 + 2 * (10 * 256 + 10)
     assert isinstance(load(run / row["variant"]).fc1, QuantLinear)

@@ -229,5 +229,5 @@ def test_two_processes_on_one_file_share_the_work(run):
 def test_the_command_prints_and_saves(run, monkeypatch, asked):
     result = CliRunner().invoke(cli.app, ["search", "--trials", "2", "--device", "cpu", "--batch", "8"])
     assert result.exit_code == 0, result.output
-    assert "search-0: fc1 fp32, fc2 fp32" in result.stdout
+    assert "search-0: fc1 float32, fc2 float32" in result.stdout
     assert re.search(r"2 trials in sqlite:///runs.1.search\.db", result.stdout)
