@@ -15,8 +15,8 @@ from qsparse.kernels._load import multiprocessors, prepare
 
 SOURCE = "gemm_weight_only_sm90.cu"
 _DTYPES = (torch.float16, torch.bfloat16)
-_PIECE = 64  # bytes of a weight row that a warp reads at once
-_SLOT = 2 * 32 * (16 + 4)  # bytes of a warp's piece in shared memory
+_PIECE, _HALF = 128, 64  # bytes of a weight row that a warp copies, and reads, at once
+_SLOT = 16 * _PIECE  # bytes of a warp's piece
 SHARED = 227 * 1024 - 1024  # bytes that a block may have, rounded
 _SPLITS = (1, 2, 4, 8)  # blocks of a cluster
 
@@ -42,11 +42,11 @@ class Config:
 
     def phase(self, m: int) -> int:
         """Pieces of ``m`` rows of x that fit shared memory beside the rings."""
-        return (SHARED - self.warps * self.ring * _SLOT) // (16 // self.bits * (m | 1) * 64)
+        return (SHARED - self.warps * self.ring * _SLOT) // (2 * 16 // self.bits * (m | 1) * 64)
 
     def shared(self, m: int, pieces: int) -> int:
         """Bytes of shared memory for ``pieces`` of x, in steps, as each size is a kernel of its own to the loader."""
-        held = self.warps * self.ring * _SLOT + min(pieces, self.phase(m)) * (16 // self.bits * (m | 1) * 64)
+        held = self.warps * self.ring * _SLOT + min(pieces, self.phase(m)) * (2 * 16 // self.bits * (m | 1) * 64)
         sums = 4 * 8 * self.columns * (self.bn + 4)
         return min(-(-max(held, sums) // 16384) * 16384, SHARED)
 
@@ -55,7 +55,7 @@ class Config:
         return f"gemm_weight_only_sm90<{C_FLOATS[dtype]}, {self.bits}, {self.columns}, {self.warps}, {self.ring}>"
 
 
-CONFIGS = tuple(Config(bits, columns, warps, 4) for bits in (8, 4) for columns in (1, 2) for warps in (4, 16))
+CONFIGS = tuple(Config(bits, columns, warps, 3) for bits in (8, 4) for columns in (1, 2) for warps in (4, 16))
 INSTANCES = tuple(config.instance(dtype) for config in CONFIGS for dtype in _DTYPES)
 
 
@@ -70,7 +70,7 @@ def supports(x: torch.Tensor, w: torch.Tensor, ldw: int, group: int | None) -> b
         and (w.data_ptr() | ldw) % 16 == 0
         and k * bits % 128 == 0
         and max(n, 2 * k) < 2**31 - 4096  # the kernel counts in 32 bits
-        and (group is None or (group % (_PIECE * 8 // bits) == 0 and k // 64 * (group // 64) < 2**32))
+        and (group is None or (group % (_HALF * 8 // bits) == 0 and k // 64 * (group // 64) < 2**32))
     )
 
 
@@ -108,7 +108,7 @@ def launch_gemm(
         config, split = choose(bits, m, n, k, multiprocessors(x.device.index)[1])
     pieces = -(-k // config.cols)
     share = -(-pieces // split)
-    group = (group or 0) // config.cols
+    group = (group or 0) // (config.cols // 2)
     inverse = -(-(2**32) // group) if group > 1 else 0
     aligned = (x.data_ptr() | 2 * ldx) % 16 == 0
     launch = prepare(
@@ -130,7 +130,7 @@ def choose(bits: int, m: int, n: int, k: int, sms: int) -> tuple[Config, int]:
     once for every `ring` pieces; all blocks read their part of x out of the L2 cache; a cluster's barriers take longer
     than none, and blocks that find no place begin when others end.
     """
-    PIECE, LATENCY, CLUSTER, L2, WAVE = 32.0, 800.0, 800.0, 4500.0, 1000.0  # ns, ns, ns, bytes/ns, ns
+    PIECE, LATENCY, CLUSTER, L2, WAVE = 64.0, 800.0, 800.0, 4500.0, 1000.0  # ns, ns, ns, bytes/ns, ns
 
     def time(candidate: tuple[Config, int]) -> float:
         config, split = candidate

@@ -84,7 +84,7 @@ def plan(sizes: tuple[int, ...], m: int, config: Config, group: int, rows: int |
         return None
     if max(sizes[:-1]) > config.longest or any(k % 16 for k in sizes[:-1]):
         return None
-    if m > 1 if config.tags else group > LARGEST_CLUSTER:
+    if m > 1 if config.tags else not 1 < group <= LARGEST_CLUSTER:
         return None
     slices = tuple(_up(-(-n // group) if i < last else n, OUTPUTS) for i, n in enumerate(sizes[1:]))
     at = OWN + config.rows * config.longest
