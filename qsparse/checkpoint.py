@@ -134,6 +134,15 @@ def require_writable(path: str | Path) -> None:
         raise UserError(f"cannot write in {path}: {_reason(error)}") from error
 
 
+def require_room(run: Path, model: MLP) -> None:
+    """Raise UserError unless `run` has room for the weights of `model` and their momentum, beside what it holds."""
+    file = run / ".room"
+    try:
+        _write(file, bytes(2 * sum(tensor.numel() * tensor.element_size() for tensor in model.state_dict().values())))
+    finally:
+        file.unlink(missing_ok=True)
+
+
 def require_own(run: Path) -> None:
     """Raise UserError unless what `run` holds is a training run of qsparse's, which `clear_run` may delete."""
     try:

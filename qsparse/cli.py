@@ -87,6 +87,12 @@ app = typer.Typer(
 )
 
 
+HiddenOption = Annotated[
+    list[str] | None,
+    typer.Option(
+        metavar="N[,N...]", show_default="256", help="Widths of the hidden layers, also one an option; 0 for none."
+    ),
+]
 Backend = enum.StrEnum("Backend", BACKENDS)
 Precision = enum.StrEnum("Precision", PRECISIONS)
 
@@ -108,10 +114,7 @@ def _options(
 
 @app.command(epilog=example("qsparse train --hidden 256 --epochs 5 --seed 1"))
 def train(
-    hidden: Annotated[
-        list[int] | None,
-        typer.Option(min=0, show_default="256", help="Width of a hidden layer; repeat it for more, 0 for none."),
-    ] = None,
+    hidden: HiddenOption = None,
     epochs: Annotated[int | None, typer.Option(min=1, show_default=str(TrainConfig.epochs))] = None,
     batch_size: Annotated[int | None, typer.Option(min=1, show_default=str(TrainConfig.batch_size))] = None,
     lr: Annotated[
@@ -265,10 +268,7 @@ def demo(data: DataOption = "auto", device: DeviceOption = Device.auto, as_json:
 
 @app.command(epilog=example("qsparse ladder --epochs 2 --rounds 3"))
 def ladder(
-    hidden: Annotated[
-        list[int] | None,
-        typer.Option(min=0, show_default="256", help="Width of a hidden layer; repeat it for more, 0 for none."),
-    ] = None,
+    hidden: HiddenOption = None,
     epochs: Annotated[int, typer.Option(min=1, help="Epochs of each training.")] = 2,
     rounds: Annotated[int, typer.Option(min=1, help="Trainings of each backend, in turn.")] = 3,
     device: Annotated[Device, typer.Option(help="cpu and cuda leave the other one's backends out.")] = Device.auto,
@@ -313,11 +313,16 @@ def ladder(
 app.add_typer(bench.app, name="bench")
 
 
-def _hidden(widths: list[int] | None) -> tuple[int, ...] | None:
+def _hidden(named: list[str] | None) -> tuple[int, ...] | None:
     """Return the hidden layers that --hidden names: None when it was not given, none for a single 0."""
-    if widths is None or not widths:  # older Typers pass an empty list for an option that was not given
+    if named is None or not named:  # older Typers pass an empty list for an option that was not given
         return None
-    return () if widths == [0] else tuple(widths)
+    widths = [width for text in named for width in text.split(",")]
+    for width in widths:
+        if not re.fullmatch(r"\d{1,10}", width.strip(), re.ASCII):
+            raise UserError(f"--hidden is {width!r}: it must be a width, or several with commas between, as 256,128")
+    found = tuple(map(int, widths))
+    return () if found == (0,) else found
 
 
 def _mend_streams() -> None:

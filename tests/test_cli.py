@@ -118,6 +118,18 @@ def test_train_options_reach_the_run():
     assert qsparse.load("mine").sizes == (784, 32, 16, 10)
 
 
+@pytest.mark.parametrize("hidden", [("--hidden", "12,8"), ("--hidden", "12", "--hidden", "8"), ("--hidden", "12, 8")])
+def test_hidden_layers_are_named_one_by_one_or_with_commas(hidden):
+    assert invoke(*TRAIN, *hidden).exit_code == 0
+    assert qsparse.load("runs/1").sizes == (784, 12, 8, 10)
+
+
+@pytest.mark.parametrize("hidden", ["12,", "12;8", "a", "", "-5", "1.5", "²", "12,0"])
+def test_what_is_no_width_is_refused(hidden):
+    said = refused(*TRAIN, "--hidden", hidden)
+    assert "--hidden is" in said
+
+
 def test_hidden_0_is_no_hidden_layer():
     assert invoke(*TRAIN, "--hidden", 0).exit_code == 0
     assert qsparse.load("runs/1").sizes == (784, 10)
@@ -244,8 +256,8 @@ def test_a_density_outside_its_range(run):
 def test_unknown_names_list_the_valid_ones(run):
     said = refused("quantize", run, "--dtype", "int9")
     assert all(f"'{name}'" in said for name in ("int9", *quant.DTYPES))
-    said = refused("sparsify", run, "--density", 0.1, "--format", "2:4")
-    assert all(f"'{name}'" in said for name in ("2:4", *sparse.FORMATS))
+    said = refused("sparsify", run, "--density", 0.1, "--format", "bsr")
+    assert all(f"'{name}'" in said for name in ("bsr", *sparse.FORMATS))
     said = refused("train", "--device", "gpu")
     assert all(f"'{name}'" in said for name in ("gpu", *NAMES))
     said = refused("train", "--backend", "jax")

@@ -245,7 +245,7 @@ def bench(
         keep(each | ceilings.share(each) for each in run_duel(device, where))
     ceiling = None
     if ceilings:
-        best = ", ".join(f"{' '.join(filter(None, key))} {value:.0f}" for key, value in ceilings.tflops.items())
+        best = ", ".join(f"{' '.join(filter(None, key))} {value:.3g}" for key, value in ceilings.tflops.items())
         ceiling = (
             f"of the ceiling: the least time that the work and the bytes allow, over the time taken, at the best "
             f"TFLOP/s of ours and cuBLAS at 8192³ in this run ({best}) and a copy's {ceilings.gbps:.0f} GB/s"

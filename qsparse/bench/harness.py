@@ -344,7 +344,7 @@ def row(
         "error": _finite(kernel.error.norm),
         "error_worst": _finite(kernel.error.worst),
         "peer_error": _finite(against.error.norm),
-        "tflops": round(flop / us / 1e6, 3) if us and flop else None,
+        "tflops": float(f"{flop / us / 1e6:.6g}") if us and flop else None,
         "gbps": round(nbytes / us / 1e3, 2) if us else None,
         "launches": list(kernel.launches),
         "repetitions": kernel.repetitions,

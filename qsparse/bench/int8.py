@@ -378,7 +378,7 @@ def bench(
             time("gemm_fp8", shape, lambda shape=shape: float8_cases(layer(shape, device), say))
     ceiling = None
     if ceilings:
-        best = ", ".join(f"{dtype} {value:.0f}" for (dtype, _), value in ceilings.tflops.items()) or "not measured"
+        best = ", ".join(f"{dtype} {value:.3g}" for (dtype, _), value in ceilings.tflops.items()) or "not measured"
         ceiling = (
             f"of the ceiling: the least time that the work and the bytes allow, over the time taken, at the best "
             f"TOP/s of the bare products at 8192³ in this run ({best}) and a copy's {ceilings.gbps:.0f} GB/s"

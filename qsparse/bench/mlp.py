@@ -255,6 +255,10 @@ def bench(
     as they come, `say` hears what is being measured and which peer refuses what.
     """
     on_gpu = device.type == "cuda"
+    if compile != "off" and not on_gpu:
+        raise UserError(
+            "--compile is of the peers on a GPU, and this is a CPU: leave it out"
+        )
     where = environment(device)
     batches = tuple(batches)
     if any(batch >= 2**31 for batch in batches):

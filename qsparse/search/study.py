@@ -12,6 +12,7 @@ import dataclasses
 import hashlib
 import json
 import math
+import re
 import warnings
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -107,7 +108,8 @@ def search(
     console: Console | None = None,
 ) -> Found:
     """Search until the study holds `trials` trials, then measure its Pareto set on the test split, save each model of
-    it as RUN/search-<trial>, and append the rows to the run's rows.jsonl.
+    it as RUN/search-<trial> (with a study or a storage of its own, as RUN/search-<study>-<digest>-<trial>), and append
+    the rows to the run's rows.jsonl.
 
     Objectives, all on the validation split: accuracy, latency at `config.batch` as a share of the baseline's timed in
     turn with it (so that machines, and processes that share one, can be compared), and stored bytes.
@@ -129,8 +131,9 @@ def search(
         raise UserError("The run has no validation split to search on: train with --validation above 0.")
     checkpoint.require_writable(run)
     weights = hashlib.blake2b((run / checkpoint.MODEL).read_bytes(), digest_size=4).hexdigest()
+    label = _label(storage, name)
     storage = storage or f"sqlite:///{run / 'search.db'}"
-    job = _Job(run, model, dataset, target, config, seed, console)
+    job = _Job(run, model, dataset, target, config, seed, console, label)
     with _quiet():
         study = _open(storage, name or f"qsparse-{weights}", {"weights": weights, "device": target.type, **job.terms})
         done = _count(study)
@@ -156,7 +159,8 @@ def search(
         raise UserError(
             f"none of the {count} trials could be measured; the study {study.study_name} holds their errors"
         )
-    return Found(run, study.study_name, storage, count, {_variant(t): _plan(t) for t in front}, job.measure_all(front))
+    made = {job.variant(trial): _plan(trial) for trial in front}
+    return Found(run, study.study_name, storage, count, made, job.measure_all(front))
 
 
 @dataclass(frozen=True)
@@ -170,6 +174,11 @@ class _Job:
     config: SearchConfig
     seed: int
     console: Console | None
+    label: str
+
+    def variant(self, trial: FrozenTrial) -> str:
+        """The name of what a trial proposed."""
+        return f"{self.label}-{trial.number}"
 
     @property
     def terms(self) -> dict[str, Any]:
@@ -224,7 +233,7 @@ class _Job:
         models, facts = {}, {}
         seed = read_train_config(self.run).seed
         for trial in front:
-            name, plan = _variant(trial), _plan(trial)
+            name, plan = self.variant(trial), _plan(trial)
             models[name] = plans.build(self.model, plan, self.dataset, self.training)
             details = {
                 "layers": {layer: str(choice) for layer, choice in plan.items()},
@@ -301,8 +310,13 @@ def _plan(trial: FrozenTrial) -> Plan:
     return {layer: Choice(**choice) for layer, choice in trial.user_attrs.get("plan", {}).items()}
 
 
-def _variant(trial: FrozenTrial) -> str:
-    return f"search-{trial.number}"
+def _label(storage: str | None, name: str | None) -> str:
+    """What the variants of a study are named after: "search", and what else tells it from others of the run."""
+    given = [text for text in (name, storage) if text is not None]
+    if not given:
+        return "search"
+    digest = hashlib.blake2b("\n".join(given).encode(), digest_size=3).hexdigest()
+    return f"search-{re.sub('[^A-Za-z0-9]', '_', name or '')[:40] or 'elsewhere'}-{digest}"
 
 
 def _front(best: Sequence[FrozenTrial]) -> list[FrozenTrial]:

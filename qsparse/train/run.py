@@ -91,6 +91,7 @@ def _train_new(config: TrainConfig, out: str | Path | None, force: bool, console
     run = checkpoint.new_run() if out is None else checkpoint.make_directory(out)
     with checkpoint.exclusive(run):
         if _replaces(run, force):  # asked again: another process may have begun a run there meanwhile
+            checkpoint.require_room(run, model)
             checkpoint.clear_run(run)
         checkpoint.write_config(
             run,

@@ -77,7 +77,20 @@ def test_a_network_with_a_wrong_bit_is_not_timed(monkeypatch, tmp_path):
     assert [row["us"] is None for row in found["rows"]] == [True, True, False]
     assert found["cells"][0]["ratio"]["int8 dynamic"] is None
     assert found["means"]["int8 static"]["ratio"] is None
-    assert "WRONG" in result.stderr
+    assert "WRONG: not the outputs" in result.stderr
+
+
+def test_the_footnote_of_wrong_networks_stands_where_there_are_some():
+    result = run(*SMALL)
+    assert result.exit_code == 0, result.stderr
+    assert "the fastest peer" in result.stdout
+    assert "WRONG" not in result.stdout
+
+
+def test_compiled_peers_are_refused_on_a_cpu():
+    result = run(*SMALL, "--compile", "default")
+    assert result.exit_code == 2
+    assert "--compile is of the peers on a GPU" in result.stderr
 
 
 def make_row(batch, peer, peer_us, us, activations="dynamic", **fields):

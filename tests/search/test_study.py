@@ -226,6 +226,17 @@ def test_two_processes_on_one_file_share_the_work(run):
     assert any(one["rows"] for one in found), "nobody measured the Pareto set"
 
 
+def test_two_studies_of_a_run_do_not_share_their_variants(run, asked):
+    other = f"sqlite:///{run}/other.db"
+    named = [{"name": "a study"}, {"name": "a/study"}, {"storage": other}, {"storage": other, "name": "a study"}, {}]
+    found = [search(run, QUICK, trials=1, device="cpu", **options) for options in named]
+    directories = [name for each in found for name in each.plans]
+    assert len(set(directories)) == 5
+    assert directories[-1] == "search-0"
+    assert directories[0].startswith("search-a_study-")
+    assert all(qsparse.load(run / name) for name in directories)
+
+
 def test_the_command_prints_and_saves(run, monkeypatch, asked):
     result = CliRunner().invoke(cli.app, ["search", "--trials", "2", "--device", "cpu", "--batch", "8"])
     assert result.exit_code == 0, result.output

@@ -1,6 +1,7 @@
 """Whole runs on the 5,000 digits: the directory, going on after an interruption, and what is refused."""
 
 import dataclasses
+import errno
 import json
 import os
 import signal
@@ -329,6 +330,19 @@ def test_force_replaces_the_run_and_what_was_measured_of_it_and_nothing_else():
     assert [path.name for path in (run / "fp16").iterdir()] == ["notes.txt"]
     assert elsewhere.exists()
     assert checkpoint.load(replaced.run).sizes == (784, 10)
+
+
+def test_force_on_a_full_disk_keeps_the_old_run(monkeypatch):
+    train(SMALL, out="mine")
+    before = snapshot(Path("mine"))
+
+    def full(_):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(os, "fsync", full)
+    with pytest.raises(UserError, match=r"cannot write mine/\.room: No space left on device"):
+        train(SMALL, out="mine", force=True)
+    assert snapshot(Path("mine")) == before
 
 
 def test_a_directory_that_is_being_trained_in_is_left_alone(monkeypatch, whole):
