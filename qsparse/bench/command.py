@@ -73,6 +73,16 @@ def _run(bench, device: Device, out: Path | None, as_json: bool, **options) -> N
         raise typer.Exit(WRONG)
 
 
+def _tune(tune, device: Device, table: Path | None, as_json: bool, **options) -> None:
+    """Fill a tuning table, the one that is read unless another is named, and say where it is."""
+    from qsparse.device import resolve_device
+
+    found = tune(resolve_device(device.value, _say), **options, table=table, say=_say)
+    print(f"{len(found.entries)} entries measured, written to {found.table}", file=text_stream(as_json))
+    if as_json:
+        print_json(found.to_json())
+
+
 @app.command(epilog=example("qsparse bench gemm --dtype float16 --shapes 4096,4096,4096"))
 def gemm(
     dtype: Annotated[
@@ -109,12 +119,8 @@ def gemm(
     chosen = {"dtypes": _values(dtype), "shapes": _shapes(shapes), "layouts": _values(layout) or ("nt",)}
     if tune:
         from qsparse.bench.tune import tune as tune_gemm
-        from qsparse.device import resolve_device
 
-        found = tune_gemm(resolve_device(device.value, _say), **chosen, table=out, say=_say)
-        print(f"{len(found.entries)} shapes tuned, written to {found.table}", file=text_stream(as_json))
-        if as_json:
-            print_json(found.to_json())
+        _tune(tune_gemm, device, out, as_json, **chosen)
         return
 
     from qsparse.bench.gemm import bench
@@ -157,20 +163,23 @@ def spmm(
     device: DeviceOption = Device.auto,
     repetitions: RepetitionsOption = 100,
     out: OutOption = None,
+    tune: Annotated[
+        bool,
+        typer.Option("--tune", help="Time CSR, bitmap tiles and dense instead, and keep the times in the table."),
+    ] = False,
     as_json: JsonOption = False,
 ) -> None:
     """Time products with sparse weights, and say where they begin to beat dense ones. Exits with 1 if one was wrong."""
-    options = {
-        "ops": _values(op),
-        "dtypes": _values(dtype),
-        "shapes": _shapes(shapes),
-        "densities": tuple(density or ()),
-        "repetitions": repetitions,
-    }
+    chosen = {"dtypes": _values(dtype), "shapes": _shapes(shapes), "densities": tuple(density or ())}
+    if tune:
+        from qsparse.bench.tune_spmm import tune as tune_spmm
+
+        _tune(tune_spmm, device, out, as_json, **chosen)
+        return
 
     from qsparse.bench.spmm import bench
 
-    _run(bench, device, out, as_json, **options)
+    _run(bench, device, out, as_json, **chosen, ops=_values(op), repetitions=repetitions)
 
 
 @app.command(epilog=example("qsparse bench mlp"))

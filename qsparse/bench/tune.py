@@ -76,7 +76,7 @@ def tune(
                 entry = _fastest(modules[dtype], shape, dtype, layout, device, where)
                 say(f"{dtype} {layout} {entry['shape']}: {entry['us']} µs by {entry['config']}, {entry['tried']} tried")
                 entries.append(entry)
-                _write(table, [entry])
+                write_entries(table, [entry])
     return Tuned(entries, table)
 
 
@@ -117,10 +117,10 @@ def _int8(values: torch.Tensor) -> torch.Tensor:
     return (values * 32).round_().clamp_(-127, 127).to(torch.int8)
 
 
-def _write(table: Path, entries: list[dict]) -> None:
-    """Put entries into the table, one a line so that a change of one shows as one."""
+def write_entries(table: Path, entries: list[dict], key: tuple[str, ...] = _KEY) -> None:
+    """Put entries into a table, one a line so that a change of one shows as one; the same `key` is replaced."""
     older = json.loads(table.read_text()) if table.exists() else []
-    merged = {json.dumps([entry[name] for name in _KEY]): entry for entry in (*older, *entries)}
+    merged = {json.dumps([entry[name] for name in key]): entry for entry in (*older, *entries)}
     lines = ",\n".join(json.dumps(entry, allow_nan=False) for entry in merged.values())
     temporary = table.with_suffix(".tmp")
     temporary.write_text(f"[\n{lines}\n]\n")

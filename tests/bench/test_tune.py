@@ -59,8 +59,8 @@ def test_where_none_is_right_nothing_is_written(face):
 def test_an_entry_replaces_the_older_one_of_its_problem(tmp_path):
     table = tmp_path / "table.json"
     entry = {"gpu": "A", "dtype": "float16", "layout": "nt", "shape": [1, 2, 3], "us": 5.0}
-    tune._write(table, [entry, entry | {"gpu": "B"}])
-    tune._write(table, [entry | {"us": 4.0}])
+    tune.write_entries(table, [entry, entry | {"gpu": "B"}])
+    tune.write_entries(table, [entry | {"us": 4.0}])
     found = json.loads(table.read_text())
     assert [(each["gpu"], each["us"]) for each in found] == [("A", 4.0), ("B", 5.0)]
     assert len(table.read_text().splitlines()) == 4
