@@ -13,7 +13,7 @@ import torch
 
 from qsparse.kernels import _bitmap_tiles
 from qsparse.kernels._face import C_FLOATS
-from qsparse.kernels._load import launch, multiprocessors, prepare
+from qsparse.kernels._load import launch, prepare
 
 SM80, SM90 = "spmm_bitmap_sm80.cu", "spmm_bitmap_sm90.cu"
 FEW_ROWS = 64  # of x: with more of them a dense matrix, made once, is the faster way
@@ -116,7 +116,8 @@ def _aligned(x: torch.Tensor) -> torch.Tensor:
 @functools.cache
 def _limits(device: int) -> tuple[int, int]:
     """Multiprocessors, and bytes of shared memory that a block may have."""
-    return multiprocessors(device)[1], torch.cuda.get_device_properties(device).shared_memory_per_block_optin
+    properties = torch.cuda.get_device_properties(device)
+    return properties.multi_processor_count, properties.shared_memory_per_block_optin
 
 
 @functools.lru_cache(maxsize=4096)
