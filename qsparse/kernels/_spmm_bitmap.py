@@ -13,6 +13,7 @@ import torch
 
 from qsparse.kernels import _bitmap_tiles
 from qsparse.kernels._face import C_FLOATS
+from qsparse.kernels._gemm_sm80 import limits
 from qsparse.kernels._load import launch, prepare
 
 SM80, SM90 = "spmm_bitmap_sm80.cu", "spmm_bitmap_sm90.cu"
@@ -70,7 +71,7 @@ def supports(x: torch.Tensor, n: int) -> bool:
     m, k = x.shape
     if x.dtype not in _DTYPES or min(m, n, k) == 0 or max(n, k) >= 2**30 or m * n >= 2**34:
         return False
-    return choose(m, n, k, *_limits(x.device.index)) is not None
+    return choose(m, n, k, *limits(x.device.index)) is not None
 
 
 def launch_few(tier: str, x, values, masks, offsets, bias, y, *, relu: bool, config: Config | None = None) -> None:
@@ -79,7 +80,7 @@ def launch_few(tier: str, x, values, masks, offsets, bias, y, *, relu: bool, con
     ``x`` (M, K) has contiguous rows; the other arrays are contiguous.
     """
     (m, k), n = x.shape, y.shape[1]
-    config = config or choose(m, n, k, *_limits(x.device.index))
+    config = config or choose(m, n, k, *limits(x.device.index))
     x = _aligned(x)
     share, split = config.share(k), config.split
     addresses = (
@@ -111,13 +112,6 @@ def _aligned(x: torch.Tensor) -> torch.Tensor:
         return x
     wide = x.new_empty((x.shape[0], -(-x.shape[1] // 8) * 8))[:, : x.shape[1]]
     return wide.copy_(x)
-
-
-@functools.cache
-def _limits(device: int) -> tuple[int, int]:
-    """Multiprocessors, and bytes of shared memory that a block may have."""
-    properties = torch.cuda.get_device_properties(device)
-    return properties.multi_processor_count, properties.shared_memory_per_block_optin
 
 
 @functools.lru_cache(maxsize=4096)
