@@ -12,7 +12,7 @@
 //                        weights, and is never written.
 //   one more column      every layer's input has a last column of ones, and its weights one of biases: so the bias is
 //                        added, and its gradient summed, by the same products.
-//   PARTS                how many halves stand for a float, see common/halves.cuh. Products read the halves; the floats
+//   PARTS, T             how many halves stand for a float, see common/halves.cuh. Products read the halves; the floats
 //                        that they are rounded from are kept beside them.
 // Tiles are multiplied by common/sm80_tile.cuh. Everything is summed in a fixed order: two runs give the same bits.
 
@@ -48,9 +48,10 @@ struct Halves {
 // Lines hold one more column and whole chunks of 16 bytes.
 __host__ __device__ constexpr int line(long long width) { return static_cast<int>((width + 8) / 8 * 8); }
 
-template <int PARTS> __device__ __forceinline__ void put(Halves to, long long row, int column, float a, float b) {
+template <int PARTS, typename T>
+__device__ __forceinline__ void put(Halves to, long long row, int column, float a, float b) {
     unsigned parts[PARTS];
-    split<PARTS>(a, b, parts);
+    split<PARTS, T>(a, b, parts);
     for (int part = 0; part < PARTS; ++part)
         *reinterpret_cast<unsigned*>(to.data + part * to.part + row * to.ld + column) = parts[part];
 }
@@ -71,7 +72,7 @@ __device__ __forceinline__ void grid_barrier(unsigned* arrived, unsigned& target
 // f(row, column, value, next column's value, before) for all of x · wᵀ (M, N), N even, where `before` is what
 // prepare(row, column) loaded, for many at once: f's stores would keep later loads waiting. `turn` is this block's next
 // tile, counted through all products of a phase. X_K / W_K as in multiply.
-template <typename C, int PARTS, bool X_K, bool W_K, typename P, typename F>
+template <typename C, int PARTS, typename T, bool X_K, bool W_K, typename P, typename F>
 __device__ __forceinline__ void product(Halves x, Halves w, int M, int N, int K, int& turn, unsigned stages, P prepare,
                                         F f) {
     using Before = decltype(prepare(0, 0));
@@ -84,8 +85,8 @@ __device__ __forceinline__ void product(Halves x, Halves w, int M, int N, int K,
         float acc[C::WM / 16][C::WN / 8][4] = {};
 #pragma unroll 1
         for (int pass = 0; pass < (PARTS == 2 ? 3 : 1); ++pass) {  // high · high, high · low, low · high
-            multiply<Half, X_K, W_K>(acc, block, x.data + pass / 2 * x.part, x.ld, w.data + pass % 2 * w.part, w.ld, M,
-                                     N, K, stages);
+            multiply<T, X_K, W_K>(acc, block, reinterpret_cast<const T*>(x.data + pass / 2 * x.part), x.ld,
+                                  reinterpret_cast<const T*>(w.data + pass % 2 * w.part), w.ld, M, N, K, stages);
             copy_wait<0>();
             __syncthreads();
         }
@@ -111,13 +112,13 @@ __device__ __forceinline__ void product(Halves x, Halves w, int M, int N, int K,
     turn -= tiles;
 }
 
-template <int PARTS, bool X_K, bool W_K, typename P, typename F>
+template <int PARTS, typename T, bool X_K, bool W_K, typename P, typename F>
 __device__ __forceinline__ void product(Halves x, Halves w, int M, int N, int K, int& turn, unsigned stages, P prepare,
                                         F f) {
     if ((M + 63) / 64 * ((N + 63) / 64) >= gridDim.x / 2)
-        product<Large, PARTS, X_K, W_K>(x, w, M, N, K, turn, stages, prepare, f);
+        product<Large, PARTS, T, X_K, W_K>(x, w, M, N, K, turn, stages, prepare, f);
     else
-        product<Small, PARTS, X_K, W_K>(x, w, M, N, K, turn, stages, prepare, f);
+        product<Small, PARTS, T, X_K, W_K>(x, w, M, N, K, turn, stages, prepare, f);
 }
 
 // A weight before it moves.
@@ -129,7 +130,7 @@ struct Entries {
 };
 
 // Copy the images of a batch, normalised, into the first layer's input.
-template <int PARTS>
+template <int PARTS, typename T>
 __device__ __forceinline__ void gather(Halves to, const unsigned char* images, const long long* order, int count,
                                        int inputs, float scale, float shift) {
     const int chunks = to.ld / 8;
@@ -143,13 +144,13 @@ __device__ __forceinline__ void gather(Halves to, const unsigned char* images, c
             x[e] = k < inputs ? fmaf(static_cast<float>(image[k]), scale, shift) : k == inputs ? 1.0f : 0.0f;
         }
 #pragma unroll
-        for (int e = 0; e < 8; e += 2) put<PARTS>(to, row, first + e, x[e], x[e + 1]);
+        for (int e = 0; e < 8; e += 2) put<PARTS, T>(to, row, first + e, x[e], x[e + 1]);
     }
 }
 
 // The loss of each image and its gradient by the logits (times D_SCALE). A block takes HEAD_ROWS images, its warps
 // divide the logits' sums among them.
-template <int PARTS>
+template <int PARTS, typename T>
 __device__ __forceinline__ void head(Halves x, Halves w, Halves gradient, const long long* labels,
                                      const long long* order, float* losses, int count, int classes,
                                      float (*sums)[HEAD_ROWS][CLASSES]) {
@@ -179,8 +180,8 @@ __device__ __forceinline__ void head(Halves x, Halves w, Halves gradient, const 
                 const unsigned low[4] = {p[0].x, p[1].x, p[0].y, p[1].y}, high[4] = {p[0].z, p[1].z, p[0].w, p[1].w};
 #pragma unroll
                 for (int j = 0; j < 2; ++j) {
-                    mma<Half>(acc[j], low, q[j].x, q[j].y);
-                    mma<Half>(acc[j], high, q[j].z, q[j].w);
+                    mma<T>(acc[j], low, q[j].x, q[j].y);
+                    mma<T>(acc[j], high, q[j].z, q[j].w);
                 }
             };
             add(a[0], b[0]);
@@ -216,13 +217,13 @@ __device__ __forceinline__ void head(Halves x, Halves w, Halves gradient, const 
                 if (valid ? chosen : at + i == 0) losses[m] = valid ? logf(total) - (logit[i] - largest) : d[i];
                 if (at + i >= classes) d[i] = 0.0f;
             }
-            if (at < gradient.ld) put<PARTS>(gradient, m, at, d[0], d[1]);  // few classes have shorter lines
+            if (at < gradient.ld) put<PARTS, T>(gradient, m, at, d[0], d[1]);  // few classes have shorter lines
         }
         __syncthreads();  // the sums are read before the next images' are written
     }
 }
 
-template <int PARTS, bool MOMENTUM>
+template <int PARTS, bool MOMENTUM, typename T = __half>
 __global__ void __launch_bounds__(THREADS, 2)
 train_mlp_sm80(const unsigned char* __restrict__ images, const long long* __restrict__ labels,
                const long long* __restrict__ order, const float* __restrict__ rates, float* params, float* velocities,
@@ -258,10 +259,10 @@ train_mlp_sm80(const unsigned char* __restrict__ images, const long long* __rest
         for (long long at = 2 * first; at < copy.part; at += 2 * all) {
             const int n = at / copy.ld, k = at % copy.ld;
             const auto weight = [&](int k) { return k <= l.inputs ? params[place(l, n, k)] * W_SCALE : 0.0f; };
-            put<PARTS>(copy, n, k, weight(k), weight(k + 1));
+            put<PARTS, T>(copy, n, k, weight(k), weight(k + 1));
         }
     }
-    gather<PARTS>(input_of(layers[0], 0), images, order, min(batch, rows), layers[0].inputs, scale, shift);
+    gather<PARTS, T>(input_of(layers[0], 0), images, order, min(batch, rows), layers[0].inputs, scale, shift);
     grid_barrier(arrived, target);
 
     for (int step = 0; step < steps; ++step) {
@@ -273,23 +274,23 @@ train_mlp_sm80(const unsigned char* __restrict__ images, const long long* __rest
             const Halves to = input_of(layers[i + 1], 0);
             const int outputs = layers[i].outputs;
             int turn = blockIdx.x;
-            product<PARTS, true, true>(
+            product<PARTS, T, true, true>(
                 input_of(layers[i], step % 2), copy_of(layers[i]), count, line(outputs), line(layers[i].inputs), turn,
                 stages, [](int, int) { return 0; },
                 [&](int m, int n, float a, float b, int) {
                     const auto output = [&](int n, float v) {
                         return n < outputs ? relu_of(v * (1.0f / W_SCALE)) : n == outputs ? 1.0f : 0.0f;
                     };
-                    put<PARTS>(to, m, n, output(n, a), output(n + 1, b));
+                    put<PARTS, T>(to, m, n, output(n, a), output(n + 1, b));
                 });
             grid_barrier(arrived, target);
         }
 
         const Layer& last = layers[depth - 1];
-        head<PARTS>(input_of(last, step % 2), copy_of(last), gradient_of(last), labels, order + first,
+        head<PARTS, T>(input_of(last, step % 2), copy_of(last), gradient_of(last), labels, order + first,
                     losses + first, count, last.outputs, sums);
         if (step + 1 < steps)
-            gather<PARTS>(input_of(layers[0], (step + 1) % 2), images, order + first + batch,
+            gather<PARTS, T>(input_of(layers[0], (step + 1) % 2), images, order + first + batch,
                           min(batch, rows - (step + 1) * batch), layers[0].inputs, scale, shift);
         grid_barrier(arrived, target);
 
@@ -297,12 +298,12 @@ train_mlp_sm80(const unsigned char* __restrict__ images, const long long* __rest
             const Halves to = gradient_of(layers[i - 1]), y = input_of(layers[i], 0);
             const int width = layers[i].inputs;
             int turn = blockIdx.x;
-            product<PARTS, true, false>(
+            product<PARTS, T, true, false>(
                 gradient_of(layers[i]), copy_of(layers[i]), count, line(width), layers[i].outputs, turn, stages,
                 [&](long long m, int n) { return __ldcg(reinterpret_cast<const unsigned*>(y.data + m * y.ld + n)); },
                 [&](int m, int n, float a, float b, unsigned outputs) {
-                    const float2 out = __half22float2(half2_of(outputs));
-                    put<PARTS>(to, m, n, n < width && out.x > 0.0f ? a * (1.0f / W_SCALE) : 0.0f,
+                    const float2 out = floats_of<T>(outputs);
+                    put<PARTS, T>(to, m, n, n < width && out.x > 0.0f ? a * (1.0f / W_SCALE) : 0.0f,
                                n + 1 < width && out.y > 0.0f ? b * (1.0f / W_SCALE) : 0.0f);
                 });
             grid_barrier(arrived, target);
@@ -330,11 +331,11 @@ train_mlp_sm80(const unsigned char* __restrict__ images, const long long* __rest
                 params[at] = e.value = alive ? fmaf(-rate, move, e.value) : 0.0f;
                 return e.value * W_SCALE;
             };
-            product<PARTS, false, false>(gradient_of(layers[i]), input_of(layers[i], step % 2), l.outputs,
+            product<PARTS, T, false, false>(gradient_of(layers[i]), input_of(layers[i], step % 2), l.outputs,
                                          line(l.inputs), count, turn, stages, before,
                                          [&](int n, int k, float a, float b, Entries e) {
                                              const float low = moved(n, k, a, e.low);
-                                             put<PARTS>(copy, n, k, low, moved(n, k + 1, b, e.high));
+                                             put<PARTS, T>(copy, n, k, low, moved(n, k + 1, b, e.high));
                                          });
         }
         grid_barrier(arrived, target);

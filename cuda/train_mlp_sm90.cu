@@ -20,7 +20,7 @@
 //   pixels as they are     a byte is exact in half: 0x6400 | p is 1024 + p. Images stay bytes in shared memory, where
 //                          the copy engine puts them three batches ahead; `centre` is subtracted, which is exact too,
 //                          and scale and the rest of the shift are applied to the sums.
-//   PARTS                  how many halves stand for a float, see common/halves.cuh.
+//   PARTS, T               how many halves stand for a float, see common/halves.cuh.
 // Everything is summed in a fixed order: two runs give the same bits.
 
 #include "common/halves.cuh"
@@ -54,9 +54,17 @@ template <int PARTS> struct Shared {
     unsigned long long images_full[STAGES], logits_full, d_logits_full;
 };
 
-// Two of four bytes, chosen by SELECT, as exact halves.
-template <int SELECT> __device__ __forceinline__ unsigned pixels(unsigned bytes, __half2 zero) {
-    return bits(__hsub2(half2_of(__byte_perm(bytes, 0x64646464, SELECT)), zero));
+// Two of four bytes, chosen by SELECT, as exact halves. In bfloat16, where nothing is subtracted, 0x4300 | p is 128 + p
+// and, from 128 on, 2 p.
+template <typename T, int SELECT> __device__ __forceinline__ unsigned pixels(unsigned bytes, __half2 zero) {
+    if constexpr (is_same<T, __half>) {
+        return bits(__hsub2(half2_of(__byte_perm(bytes, 0x64646464, SELECT)), zero));
+    } else {
+        const unsigned v = __byte_perm(bytes, 0x43434343, SELECT);
+        const auto p = *reinterpret_cast<const __nv_bfloat162*>(&v);
+        const auto half = __float2bfloat162_rn(0.5f), border = __float2bfloat162_rn(128.0f);
+        return bits(__hsub2(p, __hmax2(__hmul2(p, half), border)));
+    }
 }
 
 struct Rule {
@@ -94,7 +102,7 @@ __device__ __forceinline__ unsigned image_address(const unsigned char (&images)[
 // The gradient of 16 pixels' weights: sums over a batch of gradient times pixel, in the order of Weights. ldmatrix.trans
 // moves pairs of bytes: a register holds pixels 2 g and 2 g + 1 of two images, and gives an operand of the even pixels
 // and one of the odd ones. With two CHAINS each has two sums, and products wait less for each other.
-template <int PARTS, int CHAINS>
+template <int PARTS, typename T, int CHAINS>
 __device__ __forceinline__ void pixel_gradient(float (&sums)[8], const Gradient<PARTS>& gradient, unsigned at,
                                                __half2 zero) {
     float even[CHAINS][4] = {}, odd[CHAINS][4] = {};
@@ -104,12 +112,12 @@ __device__ __forceinline__ void pixel_gradient(float (&sums)[8], const Gradient<
         load_matrices<true>(raw, at + half * (BATCH / 2 * INPUTS));
         for (int k = 0; k < 2; ++k) {
             const unsigned b[2] = {raw[2 * k], raw[2 * k + 1]};
-            const unsigned even0 = pixels<0x4240>(b[0], zero), even1 = pixels<0x4240>(b[1], zero);
-            const unsigned odd0 = pixels<0x4341>(b[0], zero), odd1 = pixels<0x4341>(b[1], zero);
+            const unsigned even0 = pixels<T, 0x4240>(b[0], zero), even1 = pixels<T, 0x4240>(b[1], zero);
+            const unsigned odd0 = pixels<T, 0x4341>(b[0], zero), odd1 = pixels<T, 0x4341>(b[1], zero);
             for (int part = 0; part < PARTS; ++part) {
                 const int which = (PARTS == 2 ? part : k) % CHAINS;
-                mma<__half>(even[which], gradient.d[2 * half + k][part], even0, even1);
-                mma<__half>(odd[which], gradient.d[2 * half + k][part], odd0, odd1);
+                mma<T>(even[which], gradient.d[2 * half + k][part], even0, even1);
+                mma<T>(odd[which], gradient.d[2 * half + k][part], odd0, odd1);
             }
         }
     }
@@ -121,7 +129,7 @@ __device__ __forceinline__ void pixel_gradient(float (&sums)[8], const Gradient<
 
 // Move w1 by the gradient of one batch (BACKWARD), then start the forward pass of the next with it: `hidden` gets the
 // sums of pixel times weight (times W_SCALE), and `row_sums` the weights' sums.
-template <int PARTS, bool MOMENTUM, bool BACKWARD>
+template <int PARTS, typename T, bool MOMENTUM, bool BACKWARD>
 __device__ __forceinline__ void sweep(Weights<MOMENTUM>& weights, const Gradient<PARTS>& gradient,
                                       const unsigned char (&batch)[BATCH][INPUTS],
                                       const unsigned char (&next)[BATCH][INPUTS], float (&hidden)[TILES][4],
@@ -140,7 +148,7 @@ __device__ __forceinline__ void sweep(Weights<MOMENTUM>& weights, const Gradient
         float sums[8] = {};
         if constexpr (BACKWARD)
             if (j < GROUPS)
-                pixel_gradient<PARTS, CHAINS>(sums, gradient, image_address(batch, first_pixel + j * 16), zero);
+                pixel_gradient<PARTS, T, CHAINS>(sums, gradient, image_address(batch, first_pixel + j * 16), zero);
         if (j > 0) {
             const unsigned at = image_address(next, first_pixel + (j - 1) * 16);
 #pragma unroll
@@ -150,10 +158,10 @@ __device__ __forceinline__ void sweep(Weights<MOMENTUM>& weights, const Gradient
                 for (int k = 0; k < 4; k += WIDE) {
                     unsigned b0[WIDE], b1[WIDE];
                     for (int i = 0; i < WIDE; ++i)
-                        b0[i] = pixels<0x4140>(raw[k + i], zero), b1[i] = pixels<0x4342>(raw[k + i], zero);
+                        b0[i] = pixels<T, 0x4140>(raw[k + i], zero), b1[i] = pixels<T, 0x4342>(raw[k + i], zero);
                     for (int part = 0; part < PARTS; ++part)
                         for (int i = 0; i < WIDE; ++i)
-                            mma<__half>(hidden[4 * half + k + i], operand[part], b0[i], b1[i]);
+                            mma<T>(hidden[4 * half + k + i], operand[part], b0[i], b1[i]);
                 }
             }
         }
@@ -170,7 +178,7 @@ __device__ __forceinline__ void sweep(Weights<MOMENTUM>& weights, const Gradient
         for (int i = 0; i < 4; ++i) {  // registers of the operand: units g, g + 8, g, g + 8; pixels 4 t, 4 t, + 2, + 2
             const int at = i % 2 * 4 + i / 2 * 2;
             unsigned parts[PARTS];
-            split<PARTS>(w[at], w[at + 1], parts);
+            split<PARTS, T>(w[at], w[at + 1], parts);
             for (int part = 0; part < PARTS; ++part) operand[part][i] = parts[part];
         }
     }
@@ -225,7 +233,7 @@ template <int PARTS> struct Fetcher {
 
 // This block's columns of w2, in the layout of mma's sums (units x classes, two tiles of 8 classes), and b2, of which
 // every block keeps and moves a copy.
-template <int PARTS, bool MOMENTUM> struct Head {
+template <int PARTS, typename T, bool MOMENTUM> struct Head {
     float w[2][4], v[MOMENTUM ? 2 : 1][4], b[2][2], vb[MOMENTUM ? 2 : 1][2];
 
     // f(value, where it is in memory) for each entry of w2, then of b2, that this lane holds.
@@ -245,7 +253,7 @@ template <int PARTS, bool MOMENTUM> struct Head {
         unsigned by_units[PARTS][4];
         for (int i = 0; i < 4; ++i) {
             unsigned parts[PARTS];
-            split<PARTS>(w[i / 2][i % 2 * 2] * W_SCALE, w[i / 2][i % 2 * 2 + 1] * W_SCALE, parts);
+            split<PARTS, T>(w[i / 2][i % 2 * 2] * W_SCALE, w[i / 2][i % 2 * 2 + 1] * W_SCALE, parts);
             for (int part = 0; part < PARTS; ++part) by_units[part][i] = parts[part];
         }
         for (int part = 0; part < PARTS; ++part) {
@@ -260,7 +268,7 @@ template <int PARTS, bool MOMENTUM> struct Head {
 
     __device__ __forceinline__ void move(const Shared<PARTS>& shared, float factor, float rate, Rule rule) {
         const int lane = threadIdx.x % WARP;
-        constexpr unsigned ONE = 0x3c003c00;
+        constexpr unsigned ONE = is_same<T, __half> ? 0x3c003c00 : 0x3f803f80;
         const unsigned ones[4] = {ONE, ONE, ONE, ONE};
         float by_w[2][4] = {}, by_b[2][4] = {};
 #pragma unroll
@@ -275,8 +283,8 @@ template <int PARTS, bool MOMENTUM> struct Head {
             for (int j = 0; j < 2; ++j) {
                 unsigned b0[PARTS], b1[PARTS];
                 for (int part = 0; part < PARTS; ++part) b0[part] = d[part][2 * j], b1[part] = d[part][2 * j + 1];
-                multiply_parts<PARTS>(by_w[j], a, b0, b1);
-                for (int part = 0; part < PARTS; ++part) mma<__half>(by_b[j], ones, b0[part], b1[part]);
+                multiply_parts<PARTS, T>(by_w[j], a, b0, b1);
+                for (int part = 0; part < PARTS; ++part) mma<T>(by_b[j], ones, b0[part], b1[part]);
             }
         }
         for (int j = 0; j < 2; ++j)
@@ -302,7 +310,7 @@ __device__ __forceinline__ void load_operand(unsigned (&to)[PARTS][4], const uin
 // A warp's tile of 8 images: add the sweepers' shares, apply bias and ReLU, keep the hidden layer for the backward
 // pass, and send this block's share of the logits to the blocks that take these images' softmax. Returns the lane's part
 // of the hidden layer: units lane / 4 and + 8 of two images.
-template <int PARTS>
+template <int PARTS, typename T>
 __device__ __forceinline__ uint2 finish_hidden(Shared<PARTS>& shared, int tile, int turn, int classes) {
     const int lane = threadIdx.x % WARP, g = lane / 4, t = lane % 4;
     unsigned w2[PARTS][4];
@@ -315,8 +323,8 @@ __device__ __forceinline__ uint2 finish_hidden(Shared<PARTS>& shared, int tile, 
     }
     const float low = shared.b1[g], high = shared.b1[g + 8];
     unsigned first[PARTS], second[PARTS];
-    split<PARTS>(relu_of(sum.x + low), relu_of(sum.y + low), first);
-    split<PARTS>(relu_of(sum.z + high), relu_of(sum.w + high), second);
+    split<PARTS, T>(relu_of(sum.x + low), relu_of(sum.y + low), first);
+    split<PARTS, T>(relu_of(sum.z + high), relu_of(sum.w + high), second);
     unsigned images[PARTS][4];  // images x units; half of mma's 16 rows are used
     for (int part = 0; part < PARTS; ++part) {
         shared.hidden[part][tile][lane] = {first[part], second[part]};
@@ -330,7 +338,7 @@ __device__ __forceinline__ uint2 finish_hidden(Shared<PARTS>& shared, int tile, 
         unsigned b0[PARTS], b1[PARTS];
         for (int part = 0; part < PARTS; ++part) b0[part] = w2[part][j], b1[part] = w2[part][j + 2];
         float logits[4] = {};
-        multiply_parts<PARTS>(logits, images, b0, b1);
+        multiply_parts<PARTS, T>(logits, images, b0, b1);
         if (8 * j + 2 * t < classes) cluster_send(to + j * 32, logits[0], logits[1], barrier);
     }
     return {first[0], second[0]};
@@ -338,7 +346,7 @@ __device__ __forceinline__ uint2 finish_hidden(Shared<PARTS>& shared, int tile, 
 
 // The softmax of one image by one warp, and the gradient by its logits (times D_SCALE) to every block. A lane has the
 // four classes from 4 (lane % 4) on. A row beyond the batch has the gradient zero; a label that is none gives NaN.
-template <int PARTS>
+template <int PARTS, typename T>
 __device__ __forceinline__ void finish_logits(Shared<PARTS>& shared, int row, bool inside, int label, int classes,
                                               float* loss) {
     const int lane = threadIdx.x % WARP, first = lane % 4 * 4;
@@ -367,8 +375,8 @@ __device__ __forceinline__ void finish_logits(Shared<PARTS>& shared, int row, bo
 
     // Two lanes have the 16 bytes of a chunk; each sends it to other blocks.
     unsigned low[PARTS], high[PARTS];
-    split<PARTS>(d[0], d[1], low);
-    split<PARTS>(d[2], d[3], high);
+    split<PARTS, T>(d[0], d[1], low);
+    split<PARTS, T>(d[2], d[3], high);
     const unsigned to = lane / 4 * 2 + lane % 2;
     const unsigned barrier = cluster_address(&shared.d_logits_full, to);
     for (int part = 0; part < PARTS; ++part) {
@@ -385,7 +393,7 @@ __device__ __forceinline__ void finish_logits(Shared<PARTS>& shared, int row, bo
 
 // A warp's tile of the gradient before the ReLU, units x 8 images, into shared memory as half an operand of mma, and its
 // sums over the images (times D_SCALE). hidden: what finish_hidden returned.
-template <int PARTS>
+template <int PARTS, typename T>
 __device__ __forceinline__ void tile_gradient(Shared<PARTS>& shared, int tile, uint2 hidden,
                                               const unsigned (&w2)[PARTS][4]) {
     const int lane = threadIdx.x % WARP, g = lane / 4;
@@ -399,14 +407,14 @@ __device__ __forceinline__ void tile_gradient(Shared<PARTS>& shared, int tile, u
         b0[0] = d[lane % 4], b1[0] = d[4 + lane % 4];
     }
     float sum[4] = {};
-    multiply_parts<PARTS>(sum, w2, b0, b1);
-    const float2 y[2] = {__half22float2(half2_of(hidden.x)), __half22float2(half2_of(hidden.y))};
+    multiply_parts<PARTS, T>(sum, w2, b0, b1);
+    const float2 y[2] = {floats_of<T>(hidden.x), floats_of<T>(hidden.y)};
 #pragma unroll
     for (int unit = 0; unit < 2; ++unit) {
         const float a = y[unit].x > 0.0f ? sum[2 * unit] * (1.0f / W_SCALE) : 0.0f;
         const float b = y[unit].y > 0.0f ? sum[2 * unit + 1] * (1.0f / W_SCALE) : 0.0f;
         unsigned parts[PARTS];
-        split<PARTS>(a, b, parts);
+        split<PARTS, T>(a, b, parts);
         for (int part = 0; part < PARTS; ++part)
             reinterpret_cast<unsigned*>(&shared.d_hidden[part][tile / 2][lane])[tile % 2 * 2 + unit] = parts[part];
         const float both = quad_sum(a + b);
@@ -414,7 +422,7 @@ __device__ __forceinline__ void tile_gradient(Shared<PARTS>& shared, int tile, u
     }
 }
 
-template <int PARTS, bool MOMENTUM>
+template <int PARTS, bool MOMENTUM, typename T = __half>
 __global__ void __cluster_dims__(BLOCKS, 1, 1) __launch_bounds__(THREADS, 1)
 train_mlp_sm90(const unsigned char* __restrict__ images, const long long* __restrict__ labels,
                const long long* __restrict__ order, const float* __restrict__ rates, float* __restrict__ w1,
@@ -430,6 +438,7 @@ train_mlp_sm90(const unsigned char* __restrict__ images, const long long* __rest
     const int rank = cluster_rank(), first_unit = rank * UNITS, first_pixel = warp * GROUPS * 16;
     const int steps = (rows + batch - 1) / batch;
     const Rule rule = {momentum, weight_decay};
+    if constexpr (!is_same<T, __half>) centre = 0;
     const __half2 zero = __half2half2(__int2half_rn(1024 + centre));
     const float rest = fmaf(static_cast<float>(centre), scale, shift);  // a pixel is (p - centre) * scale + rest
     const unsigned logits_bytes = BLOCKS * ROWS * 8 * ((classes + 1) / 2), d_logits_bytes = PARTS * BATCH * CLASSES * 2;
@@ -485,7 +494,7 @@ train_mlp_sm90(const unsigned char* __restrict__ images, const long long* __rest
             if constexpr (MOMENTUM) shared.v_b1[lane] = mine ? v_b1[first_unit + lane] : 0.0f;
         }
         mbarrier_wait(&shared.images_full[0], 0);
-        sweep<PARTS, MOMENTUM, false>(weights, gradient, shared.images[0], shared.images[0], hidden, row_sums, zero,
+        sweep<PARTS, T, MOMENTUM, false>(weights, gradient, shared.images[0], shared.images[0], hidden, row_sums, zero,
                                       first_pixel, rule);
         share_hidden();
 
@@ -493,17 +502,17 @@ train_mlp_sm90(const unsigned char* __restrict__ images, const long long* __rest
             __syncthreads();
             const float rate = rates[step];
             const int count = min(batch, rows - step * batch), stage = step % STAGES, next = (step + 1) % STAGES;
-            const uint2 y = finish_hidden<PARTS>(shared, warp, step % 2, classes);
+            const uint2 y = finish_hidden<PARTS, T>(shared, warp, step % 2, classes);
             if (warp < ROWS) {
                 mbarrier_wait(&shared.logits_full, step % 2);
                 const int row = rank * ROWS + warp;
-                finish_logits<PARTS>(shared, warp, row < count, shared.labels[step % (STAGES + 1)][warp], classes,
+                finish_logits<PARTS, T>(shared, warp, row < count, shared.labels[step % (STAGES + 1)][warp], classes,
                                      losses + static_cast<long long>(step) * batch + row);
             }
             unsigned w2_units[PARTS][4];
             load_operand<PARTS>(w2_units, shared.w2_units[step % 2]);
             mbarrier_wait(&shared.d_logits_full, step % 2);
-            tile_gradient<PARTS>(shared, warp, y, w2_units);
+            tile_gradient<PARTS, T>(shared, warp, y, w2_units);
             __syncthreads();  // the gradient is whole, and nobody waits for this step's barriers any more
             if (threadIdx.x == 0) {
                 mbarrier_expect_bytes(&shared.logits_full, logits_bytes);
@@ -528,7 +537,7 @@ train_mlp_sm90(const unsigned char* __restrict__ images, const long long* __rest
             }
             // After the last step the forward pass is of some older batch, and nobody reads it.
             if (step + 1 < steps) mbarrier_wait(&shared.images_full[next], (step + 1) / STAGES % 2);
-            sweep<PARTS, MOMENTUM, true>(weights, gradient, shared.images[stage], shared.images[next], hidden,
+            sweep<PARTS, T, MOMENTUM, true>(weights, gradient, shared.images[stage], shared.images[next], hidden,
                                          row_sums, zero, first_pixel, rule);
             share_hidden();
         }
@@ -546,7 +555,7 @@ train_mlp_sm90(const unsigned char* __restrict__ images, const long long* __rest
     } else {
         Fetcher<PARTS> fetcher(shared, images, labels, order, rows, batch);
         for (int i = 0; i < STAGES; ++i) fetcher.fetch();
-        Head<PARTS, MOMENTUM> head;
+        Head<PARTS, T, MOMENTUM> head;
         head.each(
             first_unit, units, classes,
             [&](int j, int c, int at) {
@@ -563,13 +572,13 @@ train_mlp_sm90(const unsigned char* __restrict__ images, const long long* __rest
             __syncthreads();
             const float rate = rates[step];
             const int count = min(batch, rows - step * batch);
-            const uint2 y = finish_hidden<PARTS>(shared, warp, step % 2, classes);
+            const uint2 y = finish_hidden<PARTS, T>(shared, warp, step % 2, classes);
             mbarrier_wait(&shared.logits_full, step % 2);
             if (step > 0) fetcher.fetch();  // batch step + 2, into the place of step - 1
             unsigned w2_units[PARTS][4];
             load_operand<PARTS>(w2_units, shared.w2_units[step % 2]);
             mbarrier_wait(&shared.d_logits_full, step % 2);
-            tile_gradient<PARTS>(shared, warp, y, w2_units);
+            tile_gradient<PARTS, T>(shared, warp, y, w2_units);
             __syncthreads();
             head.move(shared, 1.0f / (D_SCALE * static_cast<float>(count)), rate, rule);
             head.publish(shared, (step + 1) % 2);

@@ -8,7 +8,7 @@ import itertools
 import torch
 
 from qsparse.kernels._load import multiprocessors, prepare
-from qsparse.kernels._train_mlp_sm90 import PARTS
+from qsparse.kernels._train_mlp_sm90 import PARTS, template
 
 SOURCE = "train_mlp_sm80.cu"
 _CLASSES = 16  # the most that it takes
@@ -16,7 +16,7 @@ _THREADS, _SHARED, _BLOCKS_EACH = 128, 48 * 1024, 2  # so many blocks on a multi
 
 
 def instance(precision: str, momentum: bool) -> str:
-    return f"train_mlp_sm80<{PARTS[precision]}, {str(momentum).lower()}>"
+    return f"train_mlp_sm80<{template(precision, momentum)}>"
 
 
 INSTANCES = tuple(itertools.starmap(instance, itertools.product(PARTS, (False, True))))

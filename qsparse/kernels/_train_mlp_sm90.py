@@ -8,13 +8,19 @@ import itertools
 from qsparse.kernels._load import prepare
 
 SOURCE = "train_mlp_sm90.cu"
-PARTS = {"highest": 2, "high": 1}
+PARTS = {"highest": 2, "high": 1, "bfloat16": 1}
+"""Halves that stand for a float."""
 _INPUTS, _HIDDEN, _CLASSES, _BATCH = 784, 256, 16, 64  # the largest that it takes; exactly so many inputs
 _BLOCKS, _THREADS, _SHARED = 16, 256, 200 * 1024
 
 
+def template(precision: str, momentum: bool) -> str:
+    """The arguments of the kernels' templates."""
+    return f"{PARTS[precision]}, {str(momentum).lower()}" + ", __nv_bfloat16" * (precision == "bfloat16")
+
+
 def instance(precision: str, momentum: bool) -> str:
-    return f"train_mlp_sm90<{PARTS[precision]}, {str(momentum).lower()}>"
+    return f"train_mlp_sm90<{template(precision, momentum)}>"
 
 
 INSTANCES = tuple(itertools.starmap(instance, itertools.product(PARTS, (False, True))))

@@ -60,8 +60,10 @@ def train_mlp(
         Images a step, at least 1.
     scale, shift, momentum, weight_decay : float
     precision : str
-        "highest": as near as products of float32. "high": operands rounded to 11 bits, as in tf32. Only the kernels on
-        tensor cores round; there weights must stay below 256 and hidden outputs below 65,504, or they become infinite.
+        "highest": as near as products of float32. "high": operands rounded to float16, which has the 11 bits of tf32.
+        "bfloat16": to 8 bits. Parameters stay float32, sums too, and gradients are scaled by 1,024 until they are
+        summed. Only the kernels on tensor cores round; but for bfloat16, weights must stay below 256 there and hidden
+        outputs below 65,504, or they become infinite.
     tier : str, optional
         "sm90", "sm80" or "simt": take no other, for tests and measurements.
 

@@ -10,7 +10,7 @@ from typing import Any
 from qsparse.errors import UserError
 
 BACKENDS = ("auto", "torch", "numpy", "c", "cuda")
-PRECISIONS = ("fp32", "tf32")
+PRECISIONS = ("fp32", "tf32", "fp16", "bf16")
 _LARGEST = 3.4028234e38
 """The largest float32: the kernels take rates in float32."""
 
@@ -28,7 +28,8 @@ class TrainConfig:
     backend: what takes the steps: torch (PyTorch's kernels), numpy or c, all three on the CPU; cuda (our kernels on the
     GPU); or auto: cuda on a GPU, torch on a CPU.
     validation: training images held out for validation; None for the data set's default.
-    precision: of the products' operands by the backend cuda: fp32, or tf32, 11 bits, which is faster.
+    precision: of the products' operands by the backend cuda: fp32, or what is faster: tf32 and fp16, one kernel of
+    float16 operands and scaled gradients, 11 bits; or bf16, 8 bits. Weights and sums are float32 always.
 
     Raises UserError, naming the field, when a value is out of range.
     """

@@ -12,7 +12,7 @@ from qsparse.models import MLP
 from qsparse.train.config import TrainConfig
 from qsparse.train.torch_backend import TorchBackend
 
-_PRECISIONS = {"fp32": "highest", "tf32": "high"}
+_PRECISIONS = {"fp32": "highest", "tf32": "high", "fp16": "high", "bf16": "bfloat16"}
 
 
 class CudaBackend(TorchBackend):

@@ -112,12 +112,15 @@ def test_rounded_operands_are_as_near_as_11_bits_allow(place, momentum, problem,
     check(arguments, options, place, to_numpy, tolerance=5e-2, precision="high")
     with pytest.raises(AssertionError):  # it does round
         check(arguments, options, place, to_numpy, tolerance=2e-5, precision="high")
+    check(arguments, options, place, to_numpy, tolerance=2e-1, precision="bfloat16")
+    with pytest.raises(AssertionError):
+        check(arguments, options, place, to_numpy, tolerance=1e-3, precision="bfloat16")
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize(("sizes", "batch"), [((784, 256, 10), 64), ((784, 320, 160, 10), 64), ((784, 256, 10), 500)])
 def test_two_runs_have_the_same_bits(sizes, batch, problem):
-    for precision in ("highest", "high"):
+    for precision in ("highest", "high", "bfloat16"):
         arguments, options = problem(sizes, 64 * 100 + 5, batch, 0.9)
         first, second = to(arguments, "cuda"), to(arguments, "cuda")
         losses = [kernels.train_mlp(*each, **options, precision=precision) for each in (first, second)]
@@ -266,7 +269,7 @@ def test_refuses_what_does_not_fit(device, problem):
         call(sizes=(21, 8, 3))
     with pytest.raises(ValueError, match=r"^batch must be at least 1, got 0"):
         call(batch=0)
-    with pytest.raises(ValueError, match=r"^precision must be one of highest, high, got 'tf32'"):
+    with pytest.raises(ValueError, match=r"^precision must be one of highest, high, bfloat16, got 'tf32'"):
         call(precision="tf32")
     with pytest.raises(ValueError, match=r"^tier 'sm90' is not possible for this network on this device"):
         call(tier="sm90")
