@@ -23,6 +23,7 @@ from qsparse.models import MLP
 from qsparse.nn import QuantSparseLinear
 from qsparse.quant import CalibrationWarning, QuantConfig, quantize, train_quantized
 from qsparse.report import newest
+from qsparse.report.crossover import crossovers
 from qsparse.sparse import EmptyLayerWarning, SparseConfig, check_density, mask_density, prune, sparsify_as
 from qsparse.sparse.blocks import BlockWarning
 from qsparse.sparse.config import DYNAMIC, INT8, SCHEDULES, check_order, choose
@@ -220,10 +221,15 @@ class Sweep:
         """The rows of all, the baseline's (as measured last) first; a speed-up is over the baseline beside it then."""
         return newest(row for variant in self.variants for row in variant.rows)
 
+    @property
+    def crossovers(self) -> dict[str, float | None]:
+        """Batch size, or "bytes" -> the density below which the variants beat the baseline (see the report)."""
+        return crossovers(self.rows)
+
     def to_json(self) -> dict[str, Any]:
         """Return what `qsparse sparsify --density 0.5,0.1 --json` prints."""
         each = [{"variant": variant.variant, "saved": str(variant.directory)} for variant in self.variants]
-        return {"run": str(self.run), "variants": each, "rows": self.rows}
+        return {"run": str(self.run), "variants": each, "rows": self.rows, "crossovers": self.crossovers}
 
 
 def sparsify_sweep(run: str | Path | None, densities: Sequence[float], format: str = "csr", **options: Any) -> Sweep:

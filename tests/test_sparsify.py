@@ -162,6 +162,9 @@ def test_a_sweep_makes_one_table(run):
     assert [row["variant"] for row in value["rows"]] == ["baseline", *names]
     assert [each["saved"] for each in value["variants"]] == [f"runs/1/{name}" for name in names]
     assert all(name in result.stderr for name in names)
+    assert set(value["crossovers"]) == {"1", "bytes"}
+    assert 0.1 < value["crossovers"]["bytes"] < 0.5  # 8 bytes an entry, and the offsets
+    assert "Crossovers: faster at batch 1 " in result.stderr
     single = sparsify_run(run, 0.3, device="cpu").rows[1]  # each starts from the run itself
     assert value["rows"][2]["accuracy"] == single["accuracy"]
 

@@ -224,11 +224,15 @@ def _run(density: Any, run: Any, as_json: bool, **options: Any) -> None:
         raise UserError("give one of --density (0.1 keeps a tenth of the weights) and --pattern (2:4)")
 
     from qsparse import variants
+    from qsparse.report.crossover import sentences
 
     one = density is None or len(density) == 1
     sparsify_any = variants.sparsify_run if one else variants.sparsify_sweep
     asked = density[0] if one and density else density
-    print_compressed(sparsify_any(run, asked, console=progress_console(), **options), as_json)
+    done = sparsify_any(run, asked, console=progress_console(), **options)
+    print_compressed(done, as_json)
+    if isinstance(done, variants.Sweep):
+        print(sentences(done.crossovers), file=text_stream(as_json))
 
 
 def formats(
