@@ -256,9 +256,7 @@ def bench(
     """
     on_gpu = device.type == "cuda"
     if compile != "off" and not on_gpu:
-        raise UserError(
-            "--compile is of the peers on a GPU, and this is a CPU: leave it out"
-        )
+        raise UserError("--compile is of the peers on a GPU, and this is a CPU: leave it out")
     where = environment(device)
     batches = tuple(batches)
     if any(batch >= 2**31 for batch in batches):
