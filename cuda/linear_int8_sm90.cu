@@ -55,7 +55,7 @@ linear_int8_sm90(const __grid_constant__ TensorMap map, const __grid_constant__ 
     int load_n = rank * SLICE, load_panel = 0, load_stage = 0;
     unsigned load_phase = 1;
     auto load_next = [&] {
-        await(&empty[load_stage], load_phase);
+        mbarrier_wait(&empty[load_stage], load_phase);
         mbarrier_expect_bytes(&full[load_stage], STAGE);
         tma_load_pairs(ring + load_stage * STAGE, &map, &full[load_stage], load_panel * ROW, load_n / 16);
         if (++load_stage == e.stages) load_stage = 0, load_phase ^= 1;
@@ -82,7 +82,7 @@ linear_int8_sm90(const __grid_constant__ TensorMap map, const __grid_constant__ 
         auto release = [&](int s) {
             if (threadIdx.x % WARPGROUP == 0) mbarrier_arrive(&empty[s]);
         };
-        if (C > 1) await(received, 0);
+        if (C > 1) mbarrier_wait(received, 0);
         O* const y = static_cast<O*>(e.y) + m0 * e.N;
         const int rows = static_cast<int>(min(static_cast<long long>(R), e.M - m0));
 #pragma unroll 1

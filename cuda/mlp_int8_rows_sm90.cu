@@ -83,7 +83,7 @@ mlp_int8_rows_sm90(const __grid_constant__ Maps maps, const __grid_constant__ Ne
     int load_layer = 0, load_panel = 0, load_stage = 0;
     unsigned load_phase = 1;
     auto load_next = [&] {
-        await(&empty[load_stage], load_phase);
+        mbarrier_wait(&empty[load_stage], load_phase);
         char* const to = ring + load_stage * STAGE;
         if (load_layer < last) {
             mbarrier_expect_bytes(&full[load_stage], STAGE);
@@ -127,7 +127,7 @@ mlp_int8_rows_sm90(const __grid_constant__ Maps maps, const __grid_constant__ Ne
             // acc[i][4 j + c + 2 h]: output first + 64 i + h, row 8 j + 2 * (lane % 4) + c of the cluster's
             const int first = rank * SLICE + mine * MI * 64 + 16 * warp + lane / 4 * 2;
             const Outputs<MI> outputs(layer.scale_w, layer.bias, layer.step_w, first, layer.N);
-            if (C > 1) await(received, l & 1);
+            if (C > 1) mbarrier_wait(received, l & 1);
 
             int acc[MI][R / 2];
             multiply_rows<R, MI, STAGE>(acc, act, ring, full, layer.K, mine * MI, net.stages, stage, phase, release);
@@ -140,7 +140,7 @@ mlp_int8_rows_sm90(const __grid_constant__ Maps maps, const __grid_constant__ Ne
             if (C > 1 && thread < C - 1) bulk_send(act + rank * MI * PANEL, MI * PANEL, received, (rank + 1 + thread) % C);
         }
 
-        if (C > 1) await(received, last & 1);
+        if (C > 1) mbarrier_wait(received, last & 1);
         if (mine == 0) {  // the last layer: a block's share of the rows, all outputs
             const Layer& layer = net.layer[last];
             const int from = min(rank * SHARE, R - HEAD_R);
@@ -154,7 +154,7 @@ mlp_int8_rows_sm90(const __grid_constant__ Maps maps, const __grid_constant__ Ne
             int acc[HEAD_R / 2];
             const int panels = panels_of(layer.K);
             for (int panel = 0; panel < panels; ++panel) {
-                await(&full[stage], phase);
+                mbarrier_wait(&full[stage], phase);
                 wgmma_fence();
 #pragma unroll
                 for (int kk = 0; kk < 4; ++kk)

@@ -60,7 +60,7 @@ mlp_int8_wide_sm90(const __grid_constant__ TensorMap w_map, const __grid_constan
     int load_panel = 0, load_stage = 0;
     unsigned load_phase = 1;
     auto load_next = [&] {
-        await(&empty[load_stage], load_phase);
+        mbarrier_wait(&empty[load_stage], load_phase);
         mbarrier_expect_bytes(&full[load_stage], STAGE);
         tma_load_pairs(ring + load_stage * STAGE, &w_map, &full[load_stage], load_panel * ROW, rank * (SLICE / 16));
         if (++load_stage == e.stages) load_stage = 0, load_phase ^= 1;
@@ -89,7 +89,7 @@ mlp_int8_wide_sm90(const __grid_constant__ TensorMap w_map, const __grid_constan
         };
         const int first = rank * SLICE + mine * MI * 64 + 16 * warp + lane / 4 * 2;
         const Outputs<MI> outputs(e.scale_w, e.bias, e.step_w, first, e.N);
-        await(received, 0);
+        mbarrier_wait(received, 0);
         int acc[MI][R / 2];
         multiply_rows<R, MI, STAGE>(acc, act, ring, full, e.K, mine * MI, e.stages, stage, phase, release);
         scale_sums<R, MI>(acc, scales, outputs, maxima);

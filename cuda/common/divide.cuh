@@ -56,7 +56,7 @@ struct Divider {
         return rounded(CLIP ? fminf(fmaxf(x, least), most) : x);
     }
 
-    // The same without CLIP where `factor` is 1.
+    // The same without CLIP, where `factor` is 1: of all scales but very large and small ones.
     __device__ __forceinline__ unsigned nearest_as_it_is(float x) const { return rounded(x); }
 
   private:

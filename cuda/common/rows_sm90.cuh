@@ -15,26 +15,6 @@ constexpr int LONGEST = 1024;  // elements of a row of x
 
 __device__ __forceinline__ int panels_of(int K) { return (K + ROW - 1) / ROW; }
 
-// A wait that gives up: the barrier's phase of this parity should have been over long ago.
-__device__ __forceinline__ void await(unsigned long long* barrier, unsigned parity) {
-    asm volatile(
-        "{\n"
-        ".reg .pred done, more;\n"
-        ".reg .u32 tries;\n"
-        "mov.u32 tries, 0;\n"
-        "again:\n"
-        "mbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1;\n"
-        "@done bra over;\n"
-        "add.u32 tries, tries, 1;\n"
-        "setp.lt.u32 more, tries, 65536;\n"
-        "@more bra again;\n"
-        "trap;\n"
-        "over:\n"
-        "}" ::"r"(shared_address(barrier)),
-        "r"(parity)
-        : "memory");
-}
-
 // --- instructions ---------------------------------------------------------------------------------------------------
 
 #define QSPARSE_NUMBERS_8 "%0, %1, %2, %3, %4, %5, %6, %7"
@@ -197,13 +177,12 @@ __device__ __forceinline__ void quantize_row(const uint4 (&raw)[PIECES], char* a
             }
         }
     };
-    if (given) store([&](float v) { return by.nearest(v); });
-    else if (__all_sync(~0u, by.factor == 1.0f)) store([&](float v) { return by.nearest_as_it_is(v); });
-    else store([&](float v) { return by.nearest_finite<false>(v); });  // nothing lies beyond the row's own maximum
+    if (!given && __all_sync(~0u, by.factor == 1.0f)) store([&](float v) { return by.nearest_as_it_is(v); });
+    else store([&](float v) { return by.nearest(v); });
 }
 
 // Quantize `count` rows (a multiple of 8) of x from row m0 on, those below M, into rows `first` and following of the panels at `act`, R rows
-// each, and their scales; rows beyond M become zeros.
+// each, and their scales; rows beyond M become zeros. The first warp, which has weights to load, comes last.
 template <typename T, int R>
 __device__ __forceinline__ void quantize_rows(char* act, float* scales, const void* source, long long m0, int M, int K,
                                               const float* given_scale, int first, int count) {
@@ -213,7 +192,7 @@ __device__ __forceinline__ void quantize_rows(char* act, float* scales, const vo
     const bool given = given_scale;
     const float fixed = given ? *given_scale : 0.0f;
 #pragma unroll 1
-    for (int r = threadIdx.x / TEAM; r < count; r += THREADS / TEAM) {
+    for (int r = (threadIdx.x + THREADS - 32) % THREADS / TEAM; r < count; r += THREADS / TEAM) {
         uint4 raw[PIECES];
 #pragma unroll
         for (int i = 0; i < PIECES; ++i) {
@@ -281,7 +260,7 @@ __device__ __forceinline__ void multiply_rows(int (&acc)[MI][R / 2], const char*
     };
     int previous = 0;
     for (int panel = 0; panel < whole; ++panel) {
-        await(&full[stage], phase);
+        mbarrier_wait(&full[stage], phase);
         multiply(panel, 0, 4, panel == 0);
         wgmma_wait<1>();  // the products of the previous stage are done, those of this one go on
         if (panel > 0) release(previous);
@@ -289,7 +268,7 @@ __device__ __forceinline__ void multiply_rows(int (&acc)[MI][R / 2], const char*
         next_stage();
     }
     if (rest > 0) {
-        await(&full[stage], phase);
+        mbarrier_wait(&full[stage], phase);
         for (int kk = 0; kk < rest; ++kk) multiply(whole, kk, kk + 1, whole + kk == 0);
         if (whole > 0) {
             wgmma_wait<1>();
@@ -372,7 +351,7 @@ __device__ __forceinline__ void raise_maxima(unsigned* maxima, unsigned long lon
 #pragma unroll
         for (int other = 1; other < C; ++other) cluster_raise(&maxima[r], maxima[r], raised, (rank + other) % C);
     }
-    await(raised, parity);
+    mbarrier_wait(raised, parity);
 }
 
 // Scales of the rows with these maxima, or `given` for all, and what dividing by them takes; the maxima are 0 again.

@@ -53,6 +53,8 @@ CONFIGS = (
 # Other outputs, and unsigned activations, are compiled for fewer shapes; these serve all sizes well enough.
 FEW = (CONFIGS[0], CONFIGS[8], CONFIGS[9], CONFIGS[10])
 _BYTE = (CONFIGS[0], CONFIGS[8], CONFIGS[10])  # a panel of 8-bit outputs is 128 columns wide
+_DEEP = CONFIGS[3]  # of large products the fastest where K is long (an H200, 10,000 rows by 1,024 and 4,096 columns)
+_LAYER = (CONFIGS[1], _DEEP)  # and these, where one int8 layer of a network feeds another
 _HALVES = (torch.float16, torch.bfloat16)
 
 
@@ -65,8 +67,11 @@ def instance(config: Config, x: torch.dtype, out: torch.dtype) -> str:
 
 def configs(x: torch.dtype, out: torch.dtype) -> tuple[Config, ...]:
     """The configurations compiled for these types."""
+    more = _LAYER if x == torch.int8 else ()
     if out.itemsize == 1:
-        return _BYTE
+        return _BYTE + more
+    if out == torch.float32:
+        return FEW + more
     return CONFIGS if x != torch.uint8 and out in _HALVES else FEW
 
 
@@ -108,7 +113,9 @@ def choose(m: int, n: int, k: int, x: torch.dtype, out: torch.dtype, gpu: str, s
 
 def _by_tiles(m: int, n: int, k: int, built: tuple[Config, ...], sms: int) -> Config:
     """The biggest tile that gives most multiprocessors one; where none does, a small one with K divided."""
-    whole = tuple(c for c in built if c.split == 1)
+    if k >= 1024 and _DEEP in built and -(-m // _DEEP.bm) * -(-n // _DEEP.bn) >= 4 * sms:
+        return _DEEP
+    whole = tuple(c for c in built if c.split == 1 and c not in _LAYER)
     config = float_configs.biggest(whole, m, n, sms)
     tiles = -(-m // config.bm) * -(-n // config.bn)
     divided = [c for c in built if c.split > 1 and c.split * 2 * _STEP <= k and tiles * c.split <= 2 * sms]
