@@ -63,6 +63,54 @@ def test_a_pattern_is_stored_as_csr_and_the_row_says_so(run):
     assert int((dense.reshape(32, -1, 4) != 0).sum(dim=2).max()) <= 2
 
 
+@pytest.mark.parametrize(
+    ("options", "variant", "format", "dtype"),
+    [
+        (("--format", "2:4"), "2of4", "2:4", "float16"),
+        (("--format", "2:4", "--dtype", "bf16", "--pruner", "sparsegpt"), "2of4-bf16-sparsegpt", "2:4", "bfloat16"),
+        (("--format", "2:4", "--pattern", "1:4", "--finetune-epochs", 1), "2of4-1of4-ft1", "2:4", "float16"),
+        (("--format", "bitmap", "--density", 0.3), "bitmap-0.3", "bitmap", "float16"),
+        (("--format", "csr", "--density", 0.3, "--dtype", "fp16"), "csr-0.3-fp16", "csr", "float16"),
+    ],
+)
+def test_every_format_is_stored_loaded_and_measured(run, options, variant, format, dtype):
+    result = invoke("sparsify", run, *options, "--device", "cpu", "--json")
+    assert result.exit_code == 0, result.stderr
+    value = json.loads(result.stdout)
+    row = value["rows"][1]
+    assert (value["variant"], row["format"], row["dtype"]) == (variant, format, dtype)
+    model = qsparse.load(value["saved"])
+    assert row["accuracy"] == evaluate(model, load_dataset(run).test)[0]
+    assert row["weight_bytes"] == sum(t.numel() * t.element_size() for t in model.state_dict().values())
+    assert row["density"] == (0.5 if format == "2:4" else round(0.3 * (784 * 32 + 320)) / (784 * 32 + 320))
+    assert row["kernel"] == {"2:4": "gemm_24:cpu", "bitmap": "spmm_bitmap:cpu", "csr": "spmm_csr:cpu"}[format]
+
+
+@pytest.mark.parametrize("command", ["sparsify", "compress"])
+@pytest.mark.parametrize("criterion", ["bytes", "time"])
+def test_auto_says_what_every_format_costs(run, command, criterion):
+    how = ("--format", "auto", "--auto", criterion, "--auto-batch", 8, "--pattern", "2:4")
+    result = invoke(command, run, *how, "--device", "cpu", "--json")
+    assert result.exit_code == 0, result.stderr
+    value = json.loads(result.stdout)
+    row, model = value["rows"][1], qsparse.load(value["saved"])
+    assert value["variant"].removeprefix("int8-") == f"auto{'time' if criterion == 'time' else ''}-2of4"
+    assert row["auto"] == criterion
+    for name, layer in model.layers().items():
+        costs = row["auto_costs"][name]
+        assert getattr(layer, "format", "dense") == min(costs, key=costs.get)
+        assert {"csr", "2:4", "dense"} <= set(costs)
+    assert f"fc1: {min(row['auto_costs']['fc1'], key=row['auto_costs']['fc1'].get)} " in result.stderr
+    assert row["dtype"] == "int8" or command == "sparsify"
+
+
+def test_movement_at_one_stroke_is_told_what_it_is_for(run):
+    options = ("--density", 0.3, "--pruner", "movement", "--samples", 128, "--device", "cpu")
+    assert "give --schedule gradual --epochs 4" in " ".join(invoke("sparsify", run, *options).stderr.split())
+    gradual = invoke("sparsify", run, *options, "--schedule", "gradual", "--epochs", 1)
+    assert "give --schedule" not in " ".join(gradual.stderr.split())
+
+
 def test_another_seed_has_another_directory(run):
     first, second = (sparsify_run(run, 0.2, pruner="random", seed=seed, device="cpu") for seed in (1, 2))
     assert {first.directory.name, second.directory.name} == {"csr-0.2-random-seed1", "csr-0.2-random-seed2"}

@@ -24,7 +24,8 @@ def show_sizes(comparison: Comparison, file: IO[str] | None = None) -> None:
         title=f"{shape} {comparison.dtype}, density {comparison.density:g}: {comparison.nnz:,} entries",
         title_justify="left",
         caption="Break-even: the density below which the format is smaller than the dense array. Indices are int32.\n"
-        "2:4 holds 2 of each 4 entries of a row, whatever the density.",
+        "2:4 holds 2 of each 4 entries of a row, whatever the density. A network's bitmap lies in tiles, which take a "
+        "little more.",
         caption_justify="left",
     )
     table.add_column("format", style="bold")

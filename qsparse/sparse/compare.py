@@ -2,7 +2,8 @@
 
 The arrays of a format are built and their bytes counted. Bytes grow by the same step with each entry (values and
 indices) from what an empty array takes (row offsets, bits), so two small builds give the break-even. 2:4 takes the same
-at any density: of each 8 entries along the last dimension 4 values and a byte, the last eight padded.
+at any density: of each 8 entries along the last dimension 4 values and a byte, the last eight padded. The bitmap is the
+plain one, of any array; the one of a network's layers lies in tiles, and takes a little more.
 """
 
 from __future__ import annotations
