@@ -8,7 +8,6 @@ import pytest
 import torch
 
 from qsparse import kernels
-from qsparse.kernels import _mlp_int8_grid_sm90 as grid_sm90
 from qsparse.kernels import _mlp_int8_row_sm90 as row_sm90
 from qsparse.kernels import _mlp_int8_sm90 as sm90
 from qsparse.kernels._mlp_int8_slots import Slots
@@ -157,10 +156,6 @@ def plans(sizes, m):
             p = host.plan(sizes, m, config, group, rows)
             if p and p.groups <= 8 and p.group * p.groups <= 132:
                 yield host.launch_mlp, p
-    for config in grid_sm90.CONFIGS:
-        p = grid_sm90.plan(sizes, m, config)
-        if p and p.blocks <= 132:
-            yield grid_sm90.launch_mlp, p
 
 
 @pytest.fixture
