@@ -168,6 +168,20 @@ def test_an_int8_network_is_its_layers_one_after_the_other(device, sizes, static
         handle.remove()
 
 
+@pytest.mark.parametrize("part", ["weight_scale", "bias"])
+def test_a_static_int8_network_keeps_the_nan_of_a_hidden_layer(device, part, images):
+    model = models.MLP((784, 24, 10))
+    layers = {name: nn.QuantLinear.from_linear(layer) for name, layer in model.layers().items()}
+    layers["fc2"].input_scale = torch.full((1,), 0.02)
+    model = model.replace(layers).to(device)
+    images = images.to(device)
+    assert model(images).isfinite().all()
+    getattr(model.fc1, part)[5] = torch.nan
+    assert model(images).isnan().all()
+    getattr(model.fc1, part)[5] = 0
+    assert model(images).isfinite().all()
+
+
 def mixed_model_reference(images):
     """The same weights, dense and in float32."""
     model = mixed_model()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 
 import torch
@@ -20,6 +21,8 @@ class QuantLinear(QuantizedInputLinear):
     ``input_scale (1,)`` float32 ("static"): then what lies beyond 127 scales is clipped. A row that holds NaN or Inf
     gives NaN. The product is exact in integers, and the output is float32.
     """
+
+    _numbers: tuple[list, bool] | None = None  # what `_gives_numbers` found, and of which tensors
 
     @classmethod
     def from_linear(cls, linear) -> QuantLinear:
@@ -41,10 +44,30 @@ class QuantLinear(QuantizedInputLinear):
 
 
 def is_quant_network(layers: Sequence[torch.nn.Module]) -> bool:
-    """Whether ``quant_network`` computes these layers: int8 ones, all but the last with a ReLU, that nobody watches."""
-    return all(
-        type(layer) is QuantLinear and not layer._forward_pre_hooks and not layer._forward_hooks for layer in layers
-    ) and ([layer.activation for layer in layers] == ["relu"] * (len(layers) - 1) + [None])
+    """Whether ``quant_network`` computes these layers: int8 ones, all but the last with a ReLU, that nobody watches.
+
+    Between layers with static scales int8 holds no NaN, so there a scale or a bias that is none excludes them.
+    """
+    return (
+        all(type(layer) is QuantLinear for layer in layers)
+        and not any(layer._forward_pre_hooks or layer._forward_hooks for layer in layers)
+        and [layer.activation for layer in layers] == ["relu"] * (len(layers) - 1) + [None]
+        and all(_gives_numbers(layer) for layer, after in itertools.pairwise(layers) if after.input_scale is not None)
+    )
+
+
+def _gives_numbers(layer: QuantLinear) -> bool:
+    """Whether the scales and the bias are finite, asked again when they change; taken for granted inside a graph."""
+    if torch.compiler.is_compiling():
+        return True
+    parts = [part for part in (layer.weight_scale, layer.bias) if part is not None]
+    seen = [(part.data_ptr(), 0 if part.is_inference() else part._version) for part in parts]
+    known = layer._numbers
+    if known is None or known[0] != seen:
+        if layer.weight_scale.is_cuda and torch.cuda.is_current_stream_capturing():
+            return True
+        known = layer._numbers = seen, all(bool(part.isfinite().all()) for part in parts)
+    return known[1]
 
 
 def quant_network(layers: Sequence[QuantLinear], x: torch.Tensor) -> torch.Tensor:

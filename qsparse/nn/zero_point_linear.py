@@ -54,7 +54,7 @@ class ZeroPointLinear(QuantizedInputLinear):
     def _static(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """``clamp(rint(x / scale) + zero, 0, 255)``; the scale of a row that holds NaN or Inf is NaN."""
         q = ((x / self.input_scale).round_() + self.input_zero).clamp_(0, 255).nan_to_num_(0).to(torch.uint8)
-        return q, self.input_scale + 0 * x.sum(dim=1), self.input_zero
+        return q, torch.where(x.isfinite().all(dim=1), self.input_scale, torch.nan), self.input_zero
 
     def cpu_kernel(self) -> str:
         return f"gemm_int8:cpu ({cpu_method()})"

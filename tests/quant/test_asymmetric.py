@@ -85,6 +85,11 @@ def test_a_row_that_is_not_finite_spoils_only_itself(model, options):
     assert torch.equal(layer(torch.zeros(2, 784)), layer.bias.relu().expand(2, 40))
 
 
+def test_a_row_of_large_numbers_whose_sum_overflows_is_finite(model):
+    quantized = quantize(model, QuantConfig(symmetric=False, **STATIC), IMAGES)
+    assert quantized(torch.full((1, 784), 3e38)).isfinite().all()
+
+
 def test_what_cannot_be_is_refused():
     with pytest.raises(ValueError, match='activation must be None or "relu"'):
         ZeroPointLinear(3, 4, activation="gelu")
