@@ -9,19 +9,18 @@
 #include "common/spmm_bitmap.cuh"
 
 template <typename T, typename O, int BATCH>
-__global__ void __launch_bounds__(512, 1)
+__global__ void __launch_bounds__(BATCH == 64 ? 256 : 512, 1)
 spmm_bitmap_sm80(const T* __restrict__ x, long long ldx, const T* __restrict__ values,
                  const unsigned* __restrict__ masks, const int* __restrict__ offsets, const T* __restrict__ bias,
-                 O* __restrict__ y, float* __restrict__ sums, int M, int N, int K, int relu, int share, int split) {
+                 O* __restrict__ y, float* __restrict__ sums, int M, int N, int K, int relu, int share, int segments, int split) {
     extern __shared__ __align__(128) char shared[];
-    const FewRows<T, BATCH> block(N, K, share, split);
-    block.run(x, ldx, values, masks, offsets, M, N, K, shared);
-    const int width = block.warps * TILE_ROWS;
-    for (int i = threadIdx.x; i < BATCH * width; i += blockDim.x) {
-        const int row = i / width, m = block.m0 + row, n = block.n0 + i % width;
+    const FewRows<T, BATCH> block(N, K, share, segments, split);
+    block.run(x, ldx, values, masks, offsets, M, N, K, share, shared);
+    for (int i = threadIdx.x; i < BATCH * block.width; i += blockDim.x) {
+        const int row = i / block.width, m = block.m0 + row, n = block.n0 + i % block.width;
         if (m >= M || n >= N) continue;
-        const float sum = reinterpret_cast<const float*>(shared)[row * block.sums_pitch() + i % width];
-        if (split > 1) sums[(static_cast<long long>(block.part(split)) * M + m) * N + n] = sum;
+        const float sum = reinterpret_cast<const float*>(shared)[row * block.sums_pitch() + i % block.width];
+        if (split > 1) sums[(static_cast<long long>(block.part) * M + m) * N + n] = sum;
         else y[static_cast<long long>(m) * N + n] = finished<T, O>(sum, bias, n, relu);
     }
 }

@@ -5,16 +5,16 @@
 #include "common/spmm_bitmap.cuh"
 
 template <typename T, typename O, int BATCH>
-__global__ void __launch_bounds__(512, 1)
+__global__ void __launch_bounds__(BATCH == 64 ? 256 : 512, 1)
 spmm_bitmap_sm90(const T* __restrict__ x, long long ldx, const T* __restrict__ values,
                  const unsigned* __restrict__ masks, const int* __restrict__ offsets, const T* __restrict__ bias,
-                 O* __restrict__ y, int M, int N, int K, int relu, int share, int split) {
+                 O* __restrict__ y, int M, int N, int K, int relu, int share, int segments, int split) {
     extern __shared__ __align__(128) char shared[];
-    const FewRows<T, BATCH> block(N, K, share, split);
-    block.run(x, ldx, values, masks, offsets, M, N, K, shared);
+    const FewRows<T, BATCH> block(N, K, share, segments, split);
+    block.run(x, ldx, values, masks, offsets, M, N, K, share, shared);
     cluster_sync();
-    const int quads = block.warps * TILE_ROWS / 4;  // of outputs in a row
-    for (int i = block.part(split) * blockDim.x + threadIdx.x; i < BATCH * quads; i += split * blockDim.x) {
+    const int quads = block.width / 4;  // of outputs in a row
+    for (int i = block.part * blockDim.x + threadIdx.x; i < BATCH * quads; i += split * blockDim.x) {
         const int row = i / quads, column = i % quads * 4, m = block.m0 + row, n = block.n0 + column;
         if (m >= M || n >= N) continue;
         const auto* const mine = reinterpret_cast<const uint4*>(shared + (row * block.sums_pitch() + column) * 4);

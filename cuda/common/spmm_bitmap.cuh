@@ -125,35 +125,37 @@ template <int AHEAD> struct Values {
     }
 };
 
-// A block's share of a product of few rows: its warps have neighbouring rows of tiles, and all of them the same part of
-// K, `share` tiles wide, for which they share x.
+// A block's share of a product of few rows: `strips` neighbouring rows of tiles, and a part of K, for which its warps
+// share x. Each row of tiles has `segments` warps, which divide the part among themselves, `share` tiles each.
 template <typename T, int BATCH> struct FewRows {
-    static constexpr int COLUMNS = BATCH / 8;            // of mma's
-    static constexpr int AHEAD = BATCH == 64 ? 3 : 4;    // tiles whose masks, and rounds of values, that are on their way
-    int warp, lane, warps;
-    int m0, n0, first, count;  // rows of x and outputs from here on; tiles of K
+    static constexpr int COLUMNS = BATCH / 8;  // of mma's
+    static constexpr int AHEAD = 2;            // tiles whose masks, and rounds of values, that are on their way
+    int warp, lane, warps, segments, part;
+    int m0, n0, width;         // rows of x and outputs from here on; outputs
+    int begin, first, count;   // tiles of K: where the block's and the warp's begin, and the warp's
     int pitch;                 // bytes from row to row of x in shared memory: 4 rows and 8 banks apart
 
-    __device__ __forceinline__ FewRows(int N, int K, int share, int split) {
+    __device__ __forceinline__ FewRows(int N, int K, int share, int segments, int split) : segments(segments) {
         warp = threadIdx.x / WARP, lane = threadIdx.x % WARP, warps = blockDim.x / WARP;
-        const int wide = (K + TILE_COLUMNS - 1) / TILE_COLUMNS;
-        const int heights = (N + TILE_ROWS * warps - 1) / (TILE_ROWS * warps);
-        const int part = blockIdx.x % split, block = blockIdx.x / split;
-        n0 = block % heights * TILE_ROWS * warps;
+        width = warps / segments * TILE_ROWS;
+        const int wide = (K + TILE_COLUMNS - 1) / TILE_COLUMNS, heights = (N + width - 1) / width;
+        const int block = blockIdx.x / split;
+        part = blockIdx.x % split;
+        n0 = block % heights * width;
         m0 = block / heights * BATCH;
-        first = part * share;
+        begin = part * segments * share;
+        first = begin + warp % segments * share;
         count = max(0, min(share, wide - first));
-        pitch = share * TILE_COLUMNS * 2 + 64;
+        pitch = segments * share * TILE_COLUMNS * 2 + 64;
     }
 
-    __device__ __forceinline__ int part(int split) const { return blockIdx.x % split; }
-
-    // Floats from row to row of the sums, which are (BATCH, outputs of the block).
-    __device__ __forceinline__ int sums_pitch() const { return warps * TILE_ROWS + 4; }
+    // Floats from row to row of the sums, which are (BATCH, width).
+    __device__ __forceinline__ int sums_pitch() const { return width + 4; }
 
     // What lies beyond the matrix is not read, and zeros arrive, which add nothing to any sum.
-    __device__ __forceinline__ void copy_x(const T* __restrict__ x, long long ldx, int M, int K, unsigned to) const {
-        const int k0 = first * TILE_COLUMNS, chunks = count * (TILE_COLUMNS / 8);
+    __device__ __forceinline__ void copy_x(const T* __restrict__ x, long long ldx, int M, int K, int share,
+                                           unsigned to) const {
+        const int k0 = begin * TILE_COLUMNS, chunks = segments * share * (TILE_COLUMNS / 8);
         for (int row = warp; row < BATCH; row += warps)
             for (int c = lane; c < chunks; c += WARP) {
                 const int valid = m0 + row < M ? min(max(K - k0 - 8 * c, 0), 8) * 2 : 0;
@@ -168,8 +170,8 @@ template <typename T, int BATCH> struct FewRows {
     // Ends with the block's sums at the start of shared memory, for all of its threads.
     __device__ __forceinline__ void run(const T* __restrict__ x, long long ldx, const T* __restrict__ values,
                                         const unsigned* __restrict__ masks, const int* __restrict__ offsets, int M, int N,
-                                        int K, char* shared) const {
-        const int wide = (K + TILE_COLUMNS - 1) / TILE_COLUMNS, strip = n0 / TILE_ROWS + warp;
+                                        int K, int share, char* shared) const {
+        const int wide = (K + TILE_COLUMNS - 1) / TILE_COLUMNS, strip = n0 / TILE_ROWS + warp / segments;
         const int mine = strip * TILE_ROWS < N ? count : 0;
         const long long tile0 = static_cast<long long>(strip) * wide + first;
         const unsigned* const words = masks + tile0 * TILE_WORDS + lane;
@@ -179,11 +181,11 @@ template <typename T, int BATCH> struct FewRows {
         };
 #pragma unroll
         for (int i = 0; i < AHEAD; ++i) load_mask(mask[i], i);
+        copy_x(x, ldx, M, K, share, shared_address(shared));
         Values<AHEAD> stream(values, offsets + tile0, mine, lane);
-        copy_x(x, ldx, M, K, shared_address(shared));
 
         const unsigned buffer = shared_address(shared) + BATCH * pitch + warp * TILE_BUFFER;
-        unsigned x_at = shared_address(shared) + lane / 4 * pitch + lane % 4 * 16;
+        unsigned x_at = shared_address(shared) + lane / 4 * pitch + lane % 4 * 16 + (first - begin) * TILE_COLUMNS * 2;
         float acc[COLUMNS][4] = {};
         copy_wait<0>();
         __syncthreads();
@@ -222,13 +224,21 @@ template <typename T, int BATCH> struct FewRows {
 
         __syncthreads();  // x and the buffers are no longer read
         float* const sums = reinterpret_cast<float*>(shared);
+        const int size = BATCH * sums_pitch();
 #pragma unroll
         for (int j = 0; j < COLUMNS; ++j)
 #pragma unroll
             for (int e = 0; e < 4; ++e) {
-                const int m = j * 8 + lane % 4 * 2 + e % 2, n = warp * TILE_ROWS + lane / 4 + e / 2 * 8;
-                sums[m * sums_pitch() + n] = acc[j][e];
+                const int m = j * 8 + lane % 4 * 2 + e % 2, n = warp / segments * TILE_ROWS + lane / 4 + e / 2 * 8;
+                sums[warp % segments * size + m * sums_pitch() + n] = acc[j][e];
             }
+        __syncthreads();
+        if (segments == 1) return;
+        for (int i = threadIdx.x; i < size; i += blockDim.x) {  // a thread reads and writes its own place alone
+            float sum = 0.0f;
+            for (int segment = 0; segment < segments; ++segment) sum += sums[segment * size + i];
+            sums[i] = sum;
+        }
         __syncthreads();
     }
 };

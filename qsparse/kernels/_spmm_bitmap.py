@@ -21,6 +21,7 @@ FEW_ROWS = 64  # of x: with more of them a dense matrix, made once, is the faste
 _DTYPES = (torch.float16, torch.bfloat16)
 _BATCHES = (8, 16, 32, 64)
 _WARPS = (16, 8, 4)
+_SEGMENTS = (1, 2, 4, 8, 16)
 _SPLITS = tuple(range(1, 9))  # blocks of a cluster
 _MOST_TILES = 31  # along K that a warp may have
 _BUFFER = 257 * 32  # bytes of shared memory a warp
@@ -41,29 +42,33 @@ SOURCES = {
 
 @dataclass(frozen=True)
 class Config:
-    """``warps`` rows of tiles and up to ``batch`` rows of x a block; ``split`` blocks divide K."""
+    """Up to ``batch`` rows of x and ``warps`` a block; ``segments`` of its warps, and ``split`` blocks, divide K."""
 
     batch: int
     warps: int
+    segments: int
     split: int
 
     def __post_init__(self):
         """Raise ValueError for what the kernels do not have."""
-        if self.batch not in _BATCHES or self.warps not in _WARPS or self.split not in _SPLITS:
+        known = self.batch in _BATCHES and self.warps in _WARPS and self.split in _SPLITS
+        if not known or self.segments not in _SEGMENTS or self.warps % self.segments or self.batch * self.warps > 512:
             raise ValueError(f"not a division that spmm_bitmap has: {self}")
 
     def share(self, k: int) -> int:
-        """Tiles along K of a block."""
-        return -(-_bitmap_tiles.grid((0, k))[1] // self.split)
+        """Tiles along K of a warp."""
+        return -(-_bitmap_tiles.grid((0, k))[1] // (self.segments * self.split))
 
     def shared(self, k: int) -> int:
-        """Dynamic shared memory of a block, in bytes: its part of x, and a buffer a warp."""
-        pitch = self.share(k) * _bitmap_tiles.COLUMNS * 2 + 64
-        return self.batch * pitch + self.warps * _BUFFER
+        """Dynamic shared memory of a block, in bytes: its part of x, and a buffer a warp; in the end, a warp's sums."""
+        pitch = self.segments * self.share(k) * _bitmap_tiles.COLUMNS * 2 + 64
+        sums = 4 * self.batch * (_bitmap_tiles.ROWS * self.warps + 4 * self.segments)
+        return max(self.batch * pitch + self.warps * _BUFFER, sums)
 
     def blocks(self, m: int, n: int) -> int:
         """Blocks of a product."""
-        return -(-n // (_bitmap_tiles.ROWS * self.warps)) * -(-m // self.batch) * self.split
+        width = _bitmap_tiles.ROWS * self.warps // self.segments
+        return -(-n // width) * -(-m // self.batch) * self.split
 
 
 def supports(x: torch.Tensor, n: int) -> bool:
@@ -82,23 +87,23 @@ def launch_few(tier: str, x, values, masks, offsets, bias, y, *, relu: bool, con
     (m, k), n = x.shape, y.shape[1]
     config = config or choose(m, n, k, *limits(x.device.index))
     x = _aligned(x)
-    share, split = config.share(k), config.split
+    split = config.split
     addresses = (
         *(a.data_ptr() for a in (values, masks, offsets)),
         0 if bias is None else bias.data_ptr(),
         y.data_ptr(),
     )
-    sizes = (m, n, k, relu, share, split)
+    sizes = (m, n, k, relu, config.share(k), config.segments, split)
     types = f"{C_FLOATS[x.dtype]}, {C_FLOATS[y.dtype]}"
     instance = f"{{}}<{types}, {config.batch}>"
     grid = (config.blocks(m, n), 32 * config.warps, config.shared(k))
     if tier == "sm90":
-        run = prepare(x.device.index, SM90, instance.format("spmm_bitmap_sm90"), "PqPPPPPiiiiii", *grid, cluster=split)
+        run = prepare(x.device.index, SM90, instance.format("spmm_bitmap_sm90"), "PqPPPPPiiiiiii", *grid, cluster=split)
         run((x.data_ptr(), x.stride(0), *addresses, *sizes))
         return
     sums = torch.empty((split, m, n), dtype=torch.float32, device=x.device) if split > 1 else None
     sums_address = 0 if sums is None else sums.data_ptr()
-    run = prepare(x.device.index, SM80, instance.format("spmm_bitmap_sm80"), "PqPPPPPPiiiiii", *grid)
+    run = prepare(x.device.index, SM80, instance.format("spmm_bitmap_sm80"), "PqPPPPPPiiiiiii", *grid)
     run((x.data_ptr(), x.stride(0), *addresses, sums_address, *sizes))
     if sums is not None:
         arguments = (sums_address, *addresses[3:], m, n, relu, split)
@@ -118,18 +123,30 @@ def _aligned(x: torch.Tensor) -> torch.Tensor:
 def choose(m: int, n: int, k: int, processors: int, shared_limit: int) -> Config | None:
     """The division with the least time by a rough model of one multiprocessor; None where none fits.
 
-    A tile costs a warp so many clocks alone, and a multiprocessor fewer with enough warps; only the order counts.
+    A tile costs so many clocks, more where a warp is alone; x costs its bytes, and blocks that share K a cluster.
     """
-    ALONE, TOGETHER, EIGHT, SPLIT = 1200.0, 70.0, 5.0, 40.0  # clocks: a lone warp's tile, one of many, 8 rows, a block
+    ALONE, TILE, EIGHT, CLUSTER = (
+        1200.0,
+        75.0,
+        5.0,
+        3000.0,
+    )  # clocks: a lone warp's tile, one of many, 8 rows, to add up
+    BYTES = 40.0  # of x, a clock
 
     def time(config: Config) -> float:
-        share, rounds = config.share(k), -(-config.blocks(m, n) // processors)
-        tile = TOGETHER + EIGHT * config.batch / 8
-        return rounds * share * max(ALONE, config.warps * tile) + SPLIT * config.split
+        share, blocks = config.share(k), -(-config.blocks(m, n) // processors)
+        waves = -(-blocks // (shared_limit // config.shared(k)))
+        tiles = max(blocks * config.warps * (TILE + EIGHT * config.batch / 8), waves * ALONE) * share
+        x = blocks * config.batch * config.segments * share * _bitmap_tiles.COLUMNS * 2 / BYTES
+        return tiles + x + (CLUSTER if config.split > 1 else 0.0)
 
     batches = [batch for batch in _BATCHES if batch < 2 * m] or _BATCHES[:1]
     wide = _bitmap_tiles.grid((0, k))[1]
-    splits = [split for split in _SPLITS if split <= wide]
-    every = (Config(*sizes) for sizes in itertools.product(batches, _WARPS, splits))
-    fitting = [c for c in every if c.share(k) <= _MOST_TILES and c.shared(k) <= shared_limit]
+    every = itertools.product(batches, _WARPS, _SEGMENTS, _SPLITS)
+    possible = (
+        Config(*sizes)
+        for sizes in every
+        if sizes[1] % sizes[2] == 0 and sizes[0] * sizes[1] <= 512 and sizes[2] * sizes[3] <= wide
+    )
+    fitting = [c for c in possible if c.share(k) <= _MOST_TILES and c.shared(k) <= shared_limit]
     return min(fitting, key=time, default=None)

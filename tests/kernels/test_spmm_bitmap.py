@@ -79,9 +79,9 @@ def test_every_division(source, normal, sparse, to_numpy, assert_close):
         x = torch.nn.functional.pad(normal(m, 777, dtype=torch.bfloat16, device=device), (0, 7))[:, :777]
         reference = to_numpy(x) @ to_numpy(w).T
         for batch in (8, 64):
-            for warps in (4, 8, 16):
+            for warps, segments in ((4, 1), (4, 4), (8, 2), (16, 1), (16, 8), (16, 16)):
                 for split in (1, 2, 3, 8):
-                    config = _spmm_bitmap.Config(batch, warps, split)
+                    config = _spmm_bitmap.Config(batch, warps, segments, split)
                     if config.shared(777) > limit:
                         continue
                     y = torch.full((m, 270), NAN, dtype=torch.float32, device=device)
@@ -199,7 +199,7 @@ def test_every_product_is_divided_within_the_limits(capability):
                 assert k > 16384 or capability[1] < 100_000
 
 
-@pytest.mark.parametrize("values", [(7, 16, 1), (8, 2, 1), (8, 16, 9)])
+@pytest.mark.parametrize("values", [(7, 16, 1, 1), (8, 2, 1, 1), (8, 16, 1, 9), (8, 8, 16, 1), (8, 16, 3, 1)])
 def test_a_config_is_checked(values):
     with pytest.raises(ValueError, match="not a division"):
         _spmm_bitmap.Config(*values)
