@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import functools
 import math
+import struct
 from dataclasses import dataclass
 
 import torch
@@ -20,6 +21,8 @@ _BLOCK = 32  # columns that a warp multiplies at a time: groups of columns are m
 _UNIT = 4 * _BLOCK  # columns of a slice that a warp has are multiples of it
 _SUM_BLOCK = 256
 _SPLITS = 16
+_PRODUCT = struct.Struct("@PqiPqiPiiIPPiiiii0P")
+PRODUCT = f"{_PRODUCT.size}s"  # of the kernels' first parameter
 
 
 @dataclass(frozen=True)
@@ -78,10 +81,10 @@ class Config:
         """Tiles of an (m, n) product."""
         return -(-m // self.bm) * -(-n // self.bn)
 
-    def instance(self, dtype: torch.dtype) -> str:
+    def instance(self, dtype: torch.dtype, tier: str = "sm80") -> str:
         """The C++ name of the kernel."""
         sizes = f"{self.bits}, {self.bm}, {self.wn}, {self.tiles}, {self.wk}, {self.row}, {self.stages}"
-        return f"gemm_weight_only_sm80<{C_FLOATS[dtype]}, {sizes}>"
+        return f"gemm_weight_only_{tier}<{C_FLOATS[dtype]}, {sizes}>"
 
 
 CONFIGS = (
@@ -144,21 +147,17 @@ def launch_gemm(
     (m, k), n = x.shape, w.shape[0]
     bits = 8 if w.dtype == torch.int8 else 4
     if config is None:
-        config, best_split = choose(bits, m, n, k, *_limits(x.device.index))
+        config, best_split = choose(bits, m, n, k, *limits(x.device.index))
         split = split or best_split
     split = split or 1
     sums = torch.empty((split, m, n), dtype=torch.float32, device=x.device) if split > 1 else None
-    sums_address, bias_address = (0 if a is None else a.data_ptr() for a in (sums, bias))
-    operands = (x.data_ptr(), ldx, _unit(x, 2 * ldx), w.data_ptr(), ldw, _unit(w, ldw))
-    group = (group or 0) // _BLOCK
-    inverse = -(-(2**32) // group) if group > 1 else 0
-    scales = (scale.data_ptr(), scale.shape[1] if group else 1, group, inverse)
+    sums_address = 0 if sums is None else sums.data_ptr()
     launch(
         x.device,
         SOURCE,
         config.instance(x.dtype),
-        "PqiPqiPiiIPPPiiiii",
-        (*operands, *scales, bias_address, y.data_ptr(), sums_address, m, n, k, relu, split),
+        PRODUCT + "P",
+        (product(x, ldx, w, ldw, scale, group, bias, y, relu, split), sums_address),
         grid=config.tiles_of(m, n) * split,
         block=config.threads,
         shared=config.shared,
@@ -169,10 +168,21 @@ def launch_gemm(
             SOURCE,
             f"gemm_weight_only_sum<{C_FLOATS[x.dtype]}>",
             "PPPqiii",
-            (sums_address, bias_address, y.data_ptr(), m, n, relu, split),
+            (sums_address, 0 if bias is None else bias.data_ptr(), y.data_ptr(), m, n, relu, split),
             grid=-(-m * n // _SUM_BLOCK),
             block=_SUM_BLOCK,
         )
+
+
+def product(x, ldx: int, w, ldw: int, scale, group: int | None, bias, y, relu: bool, split: int) -> bytes:
+    """The arguments of :func:`launch_gemm` as the kernels of both tiers take them, ``Product`` in C++."""
+    (m, k), n = x.shape, w.shape[0]
+    blocks = (group or 0) // _BLOCK
+    return _PRODUCT.pack(
+        *(x.data_ptr(), ldx, _unit(x, 2 * ldx), w.data_ptr(), ldw, _unit(w, ldw), scale.data_ptr()),
+        *(scale.shape[1] if blocks else 1, blocks, -(-(2**32) // blocks) if blocks > 1 else 0),
+        *(0 if bias is None else bias.data_ptr(), y.data_ptr(), m, n, k, relu, split),
+    )
 
 
 def _unit(a: torch.Tensor, row_bytes: int) -> int:
@@ -182,7 +192,7 @@ def _unit(a: torch.Tensor, row_bytes: int) -> int:
 
 
 @functools.cache
-def _limits(device: int) -> tuple[int, int, int]:
+def limits(device: int) -> tuple[int, int, int]:
     """Multiprocessors, and bytes of shared memory that a block and that a multiprocessor may have."""
     properties = torch.cuda.get_device_properties(device)
     per_block, per_multiprocessor = (

@@ -1,7 +1,6 @@
 """The product with int8 and int4 weights against float64, for every size of M, odd K, short groups and views."""
 
 import importlib
-import itertools
 
 import numpy as np
 import pytest
@@ -191,6 +190,7 @@ def test_a_tile_for_every_shape_on_every_gpu(gpu, bits):
             assert config.shared <= GPUS[gpu][1]
             assert config.bm >= min(m, 32)
             assert 1 <= split <= max(1, -(-k // config.bk))
+            assert _gemm_weight_only_sm90.choose(bits, m, n, k, *GPUS[gpu])[1] <= 8
 
 
 def test_tiles_that_the_kernel_does_not_have_are_refused():
@@ -207,74 +207,31 @@ def test_tiles_that_the_kernel_does_not_have_are_refused():
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("tier", [_gemm_weight_only_sm80, _gemm_weight_only_sm90], ids=["sm80", "sm90"])
 @pytest.mark.parametrize("config", _gemm_weight_only_sm80.CONFIGS, ids=str)
-def test_every_tile_and_split(config, normal, weights, check):
-    for split, group in ((1, None), (2, 128), (3, 96)):
+def test_every_tile_and_split(tier, config, normal, weights, check):
+    if tier is _gemm_weight_only_sm90 and kernels.gemm_weight_only.tier("cuda") != "sm90":
+        pytest.skip("the kernel is for Hopper")
+    for split, group in ((1, None), (2, 128), (3, 96), (8, 256)):
         for dtype, (m, n, k) in ((torch.float16, (config.bm, 300, 1537)), (torch.bfloat16, (config.bm + 3, 129, 2048))):
             x, bias = normal(m, k, dtype=dtype, device="cuda"), normal(n, dtype=dtype, device="cuda")
             w, scale = weights(n, k, config.bits, group, "cuda")
             y = torch.empty((m, n), dtype=dtype, device="cuda")
             operands = (x, k, w, w.stride(0), scale, group, bias, y)
-            _gemm_weight_only_sm80.launch_gemm(*operands, relu=True, config=config, split=split)
-            check(y, x, w, scale, bias, group=group, relu=True)
-
-
-@pytest.fixture
-def hopper():
-    if kernels.gemm_weight_only.tier("cuda") != "sm90":
-        pytest.skip("the kernel is for Hopper")
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("config", _gemm_weight_only_sm90.CONFIGS, ids=str)
-def test_every_block_and_cluster_of_hopper(hopper, config, normal, weights, check):
-    """Splits with and without a share for each block, x in one phase and in several, rows of x on 16 bytes or not."""
-    rows = 8 * config.columns
-    for split, group, dtype, (m, n, k) in (
-        (1, None, torch.float16, (rows, 300, 1568)),
-        (2, 128, torch.bfloat16, (rows - 3, 16, 2048)),
-        (4, 384, torch.float16, (rows - 7, 129, 4000 - 4000 % 32)),
-        (8, 128, torch.float16, (rows, 257, 96)),
-        (1, 256, torch.float16, (rows, 70, 20480)),
-        (8, None, torch.bfloat16, (rows, 20, 160_000)),
-    ):
-        for shift in (0, 1):
-            x = normal(m, k + shift, dtype=dtype, device="cuda")[:, shift:]
-            bias, (w, scale) = normal(n, dtype=dtype, device="cuda"), weights(n, k, config.bits, group, "cuda")
-            y = torch.empty((m, n), dtype=dtype, device="cuda")
-            operands = (x, x.stride(0), w, w.stride(0), scale, group, bias, y)
-            _gemm_weight_only_sm90.launch_gemm(*operands, relu=True, config=config, split=split)
+            tier.launch_gemm(*operands, relu=True, config=config, split=split)
             check(y, x, w, scale, bias, group=group, relu=True)
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("bits", BITS)
-def test_hopper_s_face(hopper, bits, normal, integers, weights, check):
-    """What the face chooses there, exact sums, NaN in one row, and padded weight rows."""
-    for m, n, k in ((1, 10, 256), (3, 1000, 784 if bits == 8 else 800), (16, 512, 4096)):
-        x, (w, scale) = normal(m, k, dtype=torch.float16, device="cuda"), weights(n, k, bits, device="cuda")
-        padded = torch.nn.functional.pad(w, (16, 32))[:, 16:-32]
-        y = kernels.gemm_weight_only(x, padded, scale, tier="sm90")
-        check(y, x, w, scale)
-        x[m - 1, k // 2] = np.nan
-        lost = kernels.gemm_weight_only(x, w, scale, tier="sm90")
-        assert lost[m - 1].isnan().all()
-        assert torch.equal(lost[: m - 1], y[: m - 1])
-    x, q = integers(-2, 3, 7, 4096, dtype=torch.float16), integers(-8, 8, 33, 4096)
-    w = (q if bits == 8 else pack_int4(q)).cuda()
-    y = kernels.gemm_weight_only(x.cuda(), w, torch.ones(33, device="cuda"), tier="sm90")
-    assert torch.equal(y.cpu(), (x.double() @ q.double().t()).to(torch.float16))
-
-
-@pytest.mark.parametrize("bits", BITS)
-def test_a_block_for_every_shape_of_hopper(bits):
-    for m, (n, k) in itertools.product((1, 8, 9, 16), ((1, 32), (10, 784), (4096, 4096), (16384, 16384), (100, 10**6))):
-        config, split = _gemm_weight_only_sm90.choose(bits, m, n, k, 132)
-        assert config.bits == bits
-        assert m <= 8 * config.columns
-        assert config.phase(m) >= 1
-        assert config.shared(m, -(-k // config.cols)) <= _gemm_weight_only_sm90.SHARED
-        assert split in (1, 2, 4, 8)
+def test_tiers_agree(bits, normal, weights, assert_close, to_numpy):
+    """What each tier chooses for shapes with and without a split."""
+    tiers = ("sm80", "sm90") if kernels.gemm_weight_only.tier("cuda") == "sm90" else ("sm80",)
+    for m, n, k in ((1, 10, 784), (16, 512, 8192), (40, 1000, 4096)):
+        x, (w, scale) = normal(m, k, dtype=torch.float16, device="cuda"), weights(n, k, bits, 128, "cuda")
+        dense = to_numpy(kernels.gemm_weight_only(x, w, scale, group=128, tier="simt"))
+        for tier in tiers:
+            assert_close(kernels.gemm_weight_only(x, w, scale, group=128, tier=tier), dense)
 
 
 @pytest.mark.parametrize("packed", [True, False], ids=["torch._weight_int8pack_mm", "chunks"])

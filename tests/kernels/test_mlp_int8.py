@@ -151,11 +151,14 @@ GROUPS = (1, 2, 8, 16, 24, 128)
 
 def plans(sizes, m):
     """Every plan that fits: all configurations, shared out by small and large groups, few and many rows in each."""
-    for host, group, rows in itertools.product((sm90, row_sm90), GROUPS, (None, min(5, m))):
-        for config in host.CONFIGS:
-            p = host.plan(sizes, m, config, group, rows)
-            if p and p.groups <= 8 and p.group * p.groups <= 132:
-                yield host.launch_mlp, p
+    for config, group, rows in itertools.product(sm90.CONFIGS, GROUPS, (None, min(5, m))):
+        p = sm90.plan(sizes, m, config, group, rows)
+        if p and p.groups <= 8 and p.group * p.groups <= 132:
+            yield sm90.launch_mlp, p
+    for config in row_sm90.CONFIGS:
+        p = row_sm90.plan(sizes, m, config)
+        if p and (config.group or p.blocks <= 132):
+            yield row_sm90.launch_mlp, p
 
 
 @pytest.fixture
