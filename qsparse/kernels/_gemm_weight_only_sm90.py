@@ -1,4 +1,4 @@
-"""The host side of ``gemm_weight_only_sm90.cu``: the tiles of the tier ``sm80``, their parts of K added up in a cluster.
+"""The host side of ``gemm_weight_only_sm90.cu``: the tiles of ``sm80``, their parts of K added up in a cluster.
 
 The face of the operation is :mod:`qsparse.kernels.gemm_weight_only`; it hands over what :func:`supports` accepts.
 """

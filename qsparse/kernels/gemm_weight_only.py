@@ -71,8 +71,9 @@ def gemm_weight_only(x, w, scale, bias=None, *, group: int | None = None, relu: 
 
     Up to 256 rows of float16 or bfloat16 ``x`` are multiplied by the integers themselves, which are read once, and
     the sums of each group, in float32, by its scale (``sm80``; on Hopper ``sm90``, whose blocks add up their parts of K
-    in one launch). More rows, float32, and groups of no multiple of 32 columns take ``simt``: ``scale * q`` is written out, rounded to the dtype of ``x``, and :func:`qsparse.kernels.gemm`
-    does the rest. Any strides of ``w`` work; rows that start on 16 bytes are read fastest.
+    in one launch). More rows, float32, and groups of no multiple of 32 columns take ``simt``: ``scale * q`` is written
+    out, rounded to the dtype of ``x``, and :func:`qsparse.kernels.gemm` does the rest. Any strides of ``w`` work; rows
+    that start on 16 bytes are read fastest.
 
     A row of ``x`` that holds NaN or Inf gives NaN or Inf in its own outputs only. Raises TypeError and ValueError
     naming the argument.
