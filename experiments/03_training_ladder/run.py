@@ -112,7 +112,7 @@ def ladder_table(rows: list[dict[str, Any]]) -> str:
     if not rows:
         return "Not measured yet: `python experiments/03_training_ladder/run.py` fills this in."
     lines = [
-        "| network | batch | rung | products | epoch, ms | to `torch_graph` | to `torch_eager` | accuracy | seeds |",
+        "| network | batch | rung | products | epoch, ms | to the graph | to `torch_eager` | accuracy | seeds |",
         "| --- | ---: | --- | --- | ---: | ---: | ---: | ---: | ---: |",
     ]
     groups: dict[tuple, list[dict]] = {}
@@ -125,7 +125,8 @@ def ladder_table(rows: list[dict[str, Any]]) -> str:
         for field, form in (("epoch_s", "{:.2f}"), ("ratio", "{:.2f}x"), ("eager_ratio", "{:.1f}x")):
             values = [row[field] for row in group]
             scale = 1000 if field == "epoch_s" else 1
-            cells.append("wrong" if None in values else form.format(scale * statistics.median(values)))
+            missing = "wrong" if any(row["epoch_s"] is None for row in group) else "-"
+            cells.append(missing if None in values else form.format(scale * statistics.median(values)))
         cells += [f"{statistics.mean(row['accuracy'] for row in group):.2%}", f"{len(group)}"]
         lines.append(f"| {' | '.join(cells)} |")
     return "\n".join((*lines, "", f"{_where(rows)} Wall-clock time of training 60,000 images, evaluation left out."))

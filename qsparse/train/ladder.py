@@ -27,11 +27,13 @@ from qsparse.train import backends, c_backend, torch_peers
 from qsparse.train.config import TrainConfig
 from qsparse.train.fit import Progress, fit
 
-PEERS = {"cpu": "torch", "cuda": "torch_graph"}
-"""PyTorch's rung on each device."""
+PEERS = {"cpu": "torch", "cuda": "torch_graph", "bfloat16": "torch_graph_bf16"}
+"""PyTorch's rung on each device, and of the backends on a GPU that multiply in bfloat16."""
+PRECISIONS = {"cuda": ("fp32", "float32"), "cuda_tf32": ("tf32", "tf32"), "cuda_bf16": ("bf16", "bfloat16")}
+"""Our rungs on a GPU: their precision, and what its products are called in a row."""
 EAGER = "torch_eager"
-"""PyTorch on a GPU as a user writes it, the other peer there."""
-TOLERANCES = {"float32": 1e-3, "tf32": 1e-2}
+"""PyTorch on a GPU as a user writes it, the other peer there, in tf32."""
+TOLERANCES = {"float32": 1e-3, "tf32": 1e-2, "bfloat16": 5e-2}
 """How far the mean loss of some steps may lie from PyTorch's on the CPU, in nats: training amplifies roundings ..."""
 COMPARED_STEPS = 200
 """... in these first steps of a run: later ones drift apart by rounding alone."""
@@ -120,20 +122,24 @@ def runnable(device: str, say: Callable[[str], None]) -> list[str]:
         if missing:
             say(f"cuda is left out: {missing}")
         else:
-            found += [EAGER, "torch_graph", "cuda", "cuda_tf32"]
+            found += [EAGER, "torch_graph", "torch_graph_bf16", *PRECISIONS]
     return found
 
 
 def _rung(name: str, dataset: Dataset, config: TrainConfig) -> _Rung:
     """Make a rung; `dataset` is on its device."""
     device = dataset.train.images.device.type
-    peers = {EAGER: torch_peers.EagerTorch, "torch_graph": torch_peers.GraphedTorch}
+    peers = {
+        EAGER: (torch_peers.EagerTorch, "tf32"),
+        "torch_graph": (torch_peers.GraphedTorch, "tf32"),
+        "torch_graph_bf16": (torch_peers.GraphedBfloat16, "bfloat16"),
+    }
     if name in peers:
-        return _Rung(dataclasses.replace(config, backend="torch", device=device), dataset, peers[name], "tf32")
-    if name == "cuda_tf32":
-        return _Rung(
-            dataclasses.replace(config, backend="cuda", device=device, precision="tf32"), dataset, dtype="tf32"
-        )
+        return _Rung(dataclasses.replace(config, backend="torch", device=device), dataset, *peers[name])
+    if name in PRECISIONS:
+        precision, dtype = PRECISIONS[name]
+        ours = dataclasses.replace(config, backend="cuda", device=device, precision=precision)
+        return _Rung(ours, dataset, dtype=dtype)
     return _Rung(dataclasses.replace(config, backend=name, device=device), dataset)
 
 
@@ -170,9 +176,10 @@ def _row(name: str, rung: _Rung, rungs: dict[str, _Rung], losses: list[float], r
     error = max(abs(ours - theirs) for ours, theirs in zip(rung.losses, losses, strict=True))
     right = error < TOLERANCES[rung.dtype]
     at = partial(percentile, rung.seconds)
-    peer = PEERS[config.device]
+    peer = PEERS.get(rung.dtype, PEERS[config.device])
     peer_s = percentile(rungs[peer].seconds, 50)
-    eager_s = percentile(rungs[EAGER].seconds, 50) if config.device == "cuda" else None
+    same = config.device == "cuda" and rung.dtype != "bfloat16"
+    eager_s = percentile(rungs[EAGER].seconds, 50) if same else None
     return {
         "op": "train",
         "backend": name,
@@ -230,5 +237,5 @@ def show(rows: list[dict[str, Any]], file: IO[str]) -> None:
     sizes = "-".join(map(str, first["sizes"]))
     print(f"{sizes}, batch {first['batch_size']}, {first['images']:,} images of {first['dataset']}.", file=file)
     print(f"Median wall-clock time of {first['epochs'] * first['rounds']} epochs, the backends in turn.", file=file)
-    print("Ratio: time of PyTorch on that device (GPU: torch_graph) over this.", file=file)
+    print("Ratio: time of PyTorch on that device (GPU: torch_graph, or its bf16) over this.", file=file)
     print("To eager: the time of torch_eager over this.", file=file)

@@ -1,7 +1,7 @@
 """PyTorch's own training on a GPU, as the peer of backend cuda: step by step, and as a CUDA graph of one step.
 
 Both train the model's own parameters by `torch.nn.functional`, autograd and the fused `torch.optim.SGD`, with products
-in tf32. They are rungs of the ladder, not of `qsparse train`.
+in tf32, or in bfloat16 by autocast. They are rungs of the ladder, not of `qsparse train`.
 """
 
 from __future__ import annotations
@@ -31,6 +31,8 @@ def _tf32() -> Iterator[None]:
 class EagerTorch:
     """Steps as a user writes them. Arguments: see `backends.make`; momentum starts at zero, and masks must be empty."""
 
+    _bfloat16 = False
+
     def __init__(
         self, model: MLP, config: TrainConfig, momentum: Mapping[str, torch.Tensor], masks: Mapping[str, torch.Tensor]
     ) -> None:
@@ -54,12 +56,14 @@ class EagerTorch:
 
     def _step(self, images: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
         y = data.normalize(images)
-        with _tf32(), torch.enable_grad():
+        autocast = torch.autocast("cuda", torch.bfloat16, enabled=self._bfloat16, cache_enabled=False)
+        with _tf32(), torch.enable_grad(), autocast:
             for layer in self._layers:
                 y = functional.linear(y, layer.weight, layer.bias)
                 y = functional.relu(y) if layer.activation else y
             loss = functional.cross_entropy(y, labels)
-            self._optimizer.zero_grad(set_to_none=True)
+        self._optimizer.zero_grad(set_to_none=True)
+        with _tf32():
             loss.backward()
         self._optimizer.step()
         return loss.detach()
@@ -112,3 +116,9 @@ class GraphedTorch(EagerTorch):
         self._graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(self._graph):
             once()
+
+
+class GraphedBfloat16(GraphedTorch):
+    """The graph of a step whose products autocast takes in bfloat16."""
+
+    _bfloat16 = True

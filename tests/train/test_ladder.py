@@ -110,13 +110,19 @@ def test_the_rungs_of_a_gpu(with_a_gpu):
     result = climb("--device", "cuda", "--rounds", 1, "--json")
     assert result.exit_code == 0, result.output
     rows = json.loads(result.stdout)["rows"]
-    assert [row["backend"] for row in rows] == ["torch_eager", "torch_graph", "cuda", "cuda_tf32"]
-    assert [row["dtype"] for row in rows] == ["tf32", "tf32", "float32", "tf32"]
+    eager, graph, bf16, *ours = (row["backend"] for row in rows)
+    assert (eager, graph, bf16) == ("torch_eager", "torch_graph", "torch_graph_bf16")
+    assert ours == ["cuda", "cuda_tf32", "cuda_bf16"]
+    assert [row["dtype"] for row in rows] == ["tf32", "tf32", "bfloat16", "float32", "tf32", "bfloat16"]
     for row in rows:
-        assert (row["device"], row["peer"], row["peer_device"]) == ("cuda", "torch_graph", "cuda")
-        assert row["ratio"] == pytest.approx(rows[1]["epoch_s"] / row["epoch_s"])
-        assert row["eager_ratio"] == pytest.approx(rows[0]["epoch_s"] / row["epoch_s"])
-        assert row["accuracy"] == pytest.approx(rows[2]["accuracy"], abs=0.03)
+        same = rows[2 if row["dtype"] == "bfloat16" else 1]
+        assert (row["device"], row["peer"], row["peer_device"]) == ("cuda", same["backend"], "cuda")
+        assert row["ratio"] == pytest.approx(same["epoch_s"] / row["epoch_s"])
+        if same is rows[1]:
+            assert row["eager_ratio"] == pytest.approx(rows[0]["epoch_s"] / row["epoch_s"])
+        else:
+            assert row["eager_ratio"] is None
+        assert row["accuracy"] == pytest.approx(rows[3]["accuracy"], abs=0.03)
 
 
 def test_a_gpu_that_is_not_there_is_refused():
