@@ -59,7 +59,7 @@ mlp_int8_rows_sm90(const __grid_constant__ Maps maps, const __grid_constant__ Ne
     auto* const full = reinterpret_cast<unsigned long long*>(dividers + R);
     auto* const empty = full + MOST_STAGES;
     auto* const received = empty + MOST_STAGES;  // the others' activations
-    auto* const raised = received + 1;           // all maxima
+    auto* const raised = received + 1;           // the others' maxima
 
     const int rank = C > 1 ? cluster_rank() : 0, last = net.layers - 1;
     const int warpgroup = threadIdx.x / WARPGROUP, lane = threadIdx.x % 32;
@@ -71,7 +71,7 @@ mlp_int8_rows_sm90(const __grid_constant__ Maps maps, const __grid_constant__ Ne
             mbarrier_init(&empty[s], 2);
         }
         mbarrier_init(received, 1);
-        mbarrier_init(raised, 1);
+        mbarrier_init(raised, max(1, C - 1));
         mbarrier_init_fence();
         if (C > 1) mbarrier_expect_bytes(received, (C - 1) * SHARE * (panels_of(net.layer[0].K) * ROW + 4));
     }

@@ -38,7 +38,7 @@ mlp_int8_wide_sm90(const __grid_constant__ TensorMap w_map, const __grid_constan
     auto* const full = reinterpret_cast<unsigned long long*>(dividers + R);
     auto* const empty = full + MOST_STAGES;
     auto* const received = empty + MOST_STAGES;  // the others' rows
-    auto* const raised = received + 1;           // all maxima
+    auto* const raised = received + 1;           // the others' maxima
 
     const int warpgroup = threadIdx.x / WARPGROUP, lane = threadIdx.x % 32;
     const long long m0 = static_cast<long long>(blockIdx.x / C) * R;
@@ -50,7 +50,7 @@ mlp_int8_wide_sm90(const __grid_constant__ TensorMap w_map, const __grid_constan
             mbarrier_init(&empty[s], 2);
         }
         mbarrier_init(received, 1);
-        mbarrier_init(raised, 1);
+        mbarrier_init(raised, max(1, C - 1));
         mbarrier_init_fence();
         mbarrier_expect_bytes(received, (R - count) * (panels * ROW + 4));
     }

@@ -69,13 +69,28 @@ __device__ __forceinline__ void bulk_send(const void* what, int bytes, unsigned 
         : "memory");
 }
 
-// Raise the word at the same place in block `rank`'s shared memory to `value`; its barrier counts 4 bytes.
-__device__ __forceinline__ void cluster_raise(unsigned* word, unsigned value, unsigned long long* barrier,
-                                              unsigned rank) {
+// Raise the word at the same place in block `rank`'s shared memory to `value`.
+__device__ __forceinline__ void cluster_raise(unsigned* word, unsigned value, unsigned rank) {
+    asm volatile("red.relaxed.cluster.shared::cluster.max.u32 [%0], %1;" ::"r"(cluster_address(word, rank)), "r"(value)
+                 : "memory");
+}
+
+// Arrive on block `rank`'s barrier, and wait for one's own, so that what was written before is seen after, all over the
+// cluster: by this thread before a fence, and by those of its block that fenced before they met it at a barrier.
+__device__ __forceinline__ void cluster_fence() { asm volatile("fence.acq_rel.cluster;" ::: "memory"); }
+__device__ __forceinline__ void cluster_arrive(unsigned long long* barrier, unsigned rank) {
+    asm volatile("mbarrier.arrive.release.cluster.shared::cluster.b64 _, [%0];" ::"r"(cluster_address(barrier, rank))
+                 : "memory");
+}
+__device__ __forceinline__ void cluster_wait(unsigned long long* barrier, unsigned parity) {
     asm volatile(
-        "red.async.relaxed.cluster.shared::cluster.mbarrier::complete_tx::bytes.max.u32 [%0], %1, [%2];" ::"r"(
-            cluster_address(word, rank)),
-        "r"(value), "r"(cluster_address(barrier, rank))
+        "{\n"
+        ".reg .pred done;\n"
+        "again:\n"
+        "mbarrier.try_wait.parity.acquire.cluster.shared::cta.b64 done, [%0], %1;\n"
+        "@!done bra again;\n"
+        "}" ::"r"(shared_address(barrier)),
+        "r"(parity)
         : "memory");
 }
 
@@ -339,19 +354,22 @@ __device__ __forceinline__ void scale_sums(int (&acc)[MI][R / 2], const float* s
     }
 }
 
-// Every block's maxima become those of the cluster. What arrives from all blocks also says that none of them reads the
-// activations any more.
+// Every block's maxima become those of the cluster. That all blocks have arrived also says that none of them reads its
+// activations any more. (Reductions that a barrier counts one by one are far slower.)
 template <int R, int C>
 __device__ __forceinline__ void raise_maxima(unsigned* maxima, unsigned long long* raised, int rank, unsigned parity) {
     const int thread = threadIdx.x - WARPGROUP;
     barrier_sync(MULTIPLIERS, CONSUMERS);
-    if (C == 1) return;
-    if (thread == 0) mbarrier_expect_bytes(raised, (C - 1) * R * 4);
-    for (int r = thread; r < R; r += CONSUMERS) {
+    if constexpr (C > 1) {
+        for (int r = thread; r < R; r += CONSUMERS) {
 #pragma unroll
-        for (int other = 1; other < C; ++other) cluster_raise(&maxima[r], maxima[r], raised, (rank + other) % C);
+            for (int other = 1; other < C; ++other) cluster_raise(&maxima[r], maxima[r], (rank + other) % C);
+        }
+        cluster_fence();
+        barrier_sync(MULTIPLIERS, CONSUMERS);
+        if (thread < C - 1) cluster_arrive(raised, (rank + 1 + thread) % C);
+        cluster_wait(raised, parity);
     }
-    mbarrier_wait(raised, parity);
 }
 
 // Scales of the rows with these maxima, or `given` for all, and what dividing by them takes; the maxima are 0 again.
