@@ -161,17 +161,6 @@ __device__ __forceinline__ unsigned block_largest(unsigned largest, unsigned (&p
     return largest;
 }
 
-__device__ __forceinline__ void bounded_wait(unsigned long long* barrier, unsigned parity) {
-#pragma unroll 1
-    for (int i = 0; i < (1 << 18); ++i) {
-        unsigned done;
-        asm volatile("{\n.reg .pred p;\nmbarrier.try_wait.parity.shared::cta.b64 p, [%1], %2;\nselp.u32 %0, 1, 0, p;\n}"
-                     : "=r"(done) : "r"(shared_address(barrier)), "r"(parity) : "memory");
-        if (done) return;
-    }
-    __trap();
-}
-
 // --- up to 1024 values a row: a cluster of GROUP blocks a row, the weights in registers -----------------------------
 
 // A warp has R outputs of each layer.
@@ -205,8 +194,18 @@ __global__ void __launch_bounds__(WARPS * 32, 1) mlp_int8_row_sm90(const __grid_
     for (int l = 0; l < HIDDEN; ++l)
 #pragma unroll
         for (int o = 0; o < R; ++o) load_row(w[l][o], net.layer[l], first + o);
-    // A lane finishes one of the warp's outputs.
-    const int mine = lane % R;
+    if (thread == WARPS * 32 - 32) {
+#pragma unroll
+        for (int l = 0; l < HIDDEN; ++l) {
+            mbarrier_init(&own.received[l], 1);
+            mbarrier_expect_bytes(&own.received[l], net.layer[l].N * 4);
+        }
+        mbarrier_init_fence();
+    }
+    __syncwarp();
+    cluster_announce();
+    // What is needed later.
+    const int mine = lane % R;  // of the warp's outputs, the one that this lane finishes
     float scale_w[HIDDEN], bias[HIDDEN], fixed[HIDDEN + 1];
 #pragma unroll
     for (int l = 0; l < HIDDEN; ++l) {
@@ -228,16 +227,6 @@ __global__ void __launch_bounds__(WARPS * 32, 1) mlp_int8_row_sm90(const __grid_
         }
 #pragma unroll
     for (int l = 0; l <= HIDDEN; ++l) fixed[l] = net.layer[l].scale_x ? *net.layer[l].scale_x : 0.0f;
-    if (thread == WARPS * 32 - 32) {
-#pragma unroll
-        for (int l = 0; l < HIDDEN; ++l) {
-            mbarrier_init(&own.received[l], 1);
-            mbarrier_expect_bytes(&own.received[l], net.layer[l].N * 4);
-        }
-        mbarrier_init_fence();
-    }
-    __syncwarp();
-    cluster_announce();
 
     float4 v = converted(raw, net.kind);
 #pragma unroll
@@ -245,7 +234,7 @@ __global__ void __launch_bounds__(WARPS * 32, 1) mlp_int8_row_sm90(const __grid_
         const Layer& layer = net.layer[l];
         const bool within = 4 * thread < layer.K;
         if (l > 0) {
-            bounded_wait(&own.received[l - 1], 0);
+            mbarrier_wait(&own.received[l - 1], 0);
             v = {0.0f, 0.0f, 0.0f, 0.0f};
             if (within) v = *reinterpret_cast<const float4*>(&own.outputs[l - 1][4 * thread]);
         }
@@ -275,7 +264,7 @@ __global__ void __launch_bounds__(WARPS * 32, 1) mlp_int8_row_sm90(const __grid_
     }
     if (rank != 0) return;
 
-    bounded_wait(&own.received[HIDDEN - 1], 0);
+    mbarrier_wait(&own.received[HIDDEN - 1], 0);
     const bool within = 4 * thread < head.K;
     v = {0.0f, 0.0f, 0.0f, 0.0f};
     if (within) v = *reinterpret_cast<const float4*>(&own.outputs[HIDDEN - 1][4 * thread]);
@@ -361,9 +350,7 @@ __global__ void __launch_bounds__(WARPS * 32, 1) mlp_int8_wide_row_sm90(const __
             const unsigned long long* const from = to - net.layer[l - 1].N + 4 * thread;
             unsigned long long low[FOURS][2], high[FOURS][2];
             bool present;
-            int tries = 0;
             do {
-                if (++tries > (1 << 18)) __trap();
                 present = true;
 #pragma unroll
                 for (int i = 0; i < FOURS; ++i)
@@ -398,7 +385,7 @@ __global__ void __launch_bounds__(WARPS * 32, 1) mlp_int8_wide_row_sm90(const __
         const int outputs = l < HIDDEN ? MOST : 1, row = l < HIDDEN ? warp * R : warp;
         const int exist = (l < HIDDEN ? layer.N - rank * SLICE : layer.N) - row;  // of this warp's outputs
         if (exist > 0) {
-            bounded_wait(&own.arrived[l], 0);
+            mbarrier_wait(&own.arrived[l], 0);
             int d[MOST] = {};
             const unsigned char* const w = here + row * K;
 #pragma unroll 4

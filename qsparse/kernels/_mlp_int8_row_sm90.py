@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 
 from qsparse.kernels._face import rows
-from qsparse.kernels._load import multiprocessors, prepare
+from qsparse.kernels._load import Launch, multiprocessors, prepare
 from qsparse.kernels._mlp_int8_slots import slot_of
 
 SOURCE = "mlp_int8_row_sm90.cu"
@@ -55,12 +55,17 @@ class Config:
         return f"mlp_int8_row_sm90<{sizes}, {self.group}>" if self.group else f"mlp_int8_wide_row_sm90<{sizes}>"
 
 
-CONFIGS = (
-    Config(hidden=1, outputs=2, warps=8, group=16),
-    Config(hidden=1, outputs=4, warps=16, group=16),
-    Config(hidden=2, outputs=4, warps=16, group=16),
-    Config(hidden=2, outputs=2, warps=16, group=0),
-)
+# With the most rows at which it was the fastest way on an NVIDIA H200, 2026-11-30, for the networks of `qsparse bench
+# mlp` at 1, 2, 4, 8, 16 and 64 rows; the best first.
+_MOST_ROWS = {
+    Config(hidden=1, outputs=2, warps=8, group=16): 16,
+    Config(hidden=1, outputs=4, warps=8, group=8): 64,
+    Config(hidden=1, outputs=4, warps=8, group=16): 16,
+    Config(hidden=1, outputs=4, warps=16, group=16): 16,
+    Config(hidden=2, outputs=4, warps=16, group=16): 16,
+    Config(hidden=2, outputs=2, warps=16, group=0): 1,
+}
+CONFIGS = tuple(_MOST_ROWS)
 INSTANCES = tuple(config.instance for config in CONFIGS)
 
 
@@ -91,7 +96,7 @@ def plan(sizes: tuple[int, ...], m: int, config: Config) -> Plan | None:
 
 def choose(sizes: tuple[int, ...], m: int, sms: int) -> Plan | None:
     """The plan for a network and a batch, or None where another way is faster or nothing fits."""
-    found = (plan(sizes, m, config) for config in CONFIGS if m == 1)
+    found = (plan(sizes, m, config) for config, most in _MOST_ROWS.items() if m <= most)
     return next((p for p in found if p and (p.config.group or p.blocks <= sms)), None)
 
 
@@ -107,6 +112,9 @@ def launch_mlp(x: torch.Tensor, layers: list[tuple], found: Plan | None = None) 
     x = rows(x)
     layers = [(rows(w), rows(scale), None if bias is None else rows(bias), fixed) for w, scale, bias, fixed in layers]
     if x.data_ptr() % (4 * x.element_size()) or any(w.data_ptr() % 16 for w, *_ in layers):
+        return None
+    launch = _prepared(x.device.index, found)
+    if launch is None:
         return None
     tagged = not found.config.group
     slot = slot_of(x.device, _SLOTS, _TAGS_AT + 8 * (LAYERS - 1) * WIDEST) if tagged else 0
@@ -126,11 +134,17 @@ def launch_mlp(x: torch.Tensor, layers: list[tuple], found: Plan | None = None) 
         for w, scale_w, bias, scale_x in layers
     ]
     network = _NETWORK.pack(x.data_ptr(), y.data_ptr(), slot + _TAGS_AT, _ELEMENTS[x.dtype], 0)
-    launch = prepare(
-        *(x.device.index, SOURCE, found.config.instance, _FORMATS),
-        *(found.blocks, 32 * found.config.warps, found.shared),
-        cluster=max(found.config.group, 1),
-        cooperative=tagged,
-    )
     launch((b"".join(packed).ljust(LAYERS * _LAYER.size, b"\0") + network,))
     return y
+
+
+@functools.lru_cache(maxsize=1024)
+def _prepared(device: int, found: Plan) -> Launch | None:
+    """The kernel with its grid, or None where the device does not form such clusters."""
+    config = found.config
+    launch = prepare(
+        *(device, SOURCE, config.instance, _FORMATS, found.blocks, 32 * config.warps, found.shared),
+        cluster=max(config.group, 1),
+        cooperative=not config.group,
+    )
+    return launch if not config.group or launch.fits() else None

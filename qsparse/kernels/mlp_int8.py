@@ -50,10 +50,10 @@ def mlp_int8(x, weights, weight_scales, biases, *, input_scales=None, one_launch
     _check_layers(x, weights, weight_scales, biases, input_scales)
     layers = list(zip(weights, weight_scales, biases, input_scales, strict=True))
     if x.device.type == "cuda" and one_launch is not False and mlp_int8.tier(x.device) == "sm90":
-        y = _mlp_int8_rows_sm90.launch_mlp(x, layers)
-        y = _mlp_int8_sm90.launch_mlp(x, layers) if y is None else y
-        if y is not None:
-            return y
+        for host in (_mlp_int8_row_sm90, _mlp_int8_rows_sm90, _mlp_int8_sm90):  # each takes what it is fastest at
+            y = host.launch_mlp(x, layers)
+            if y is not None:
+                return y
     if one_launch:
         sizes = "-".join(str(size) for size in (x.shape[1], *(len(w) for w in weights)))
         raise ValueError(f"one_launch is not possible for {sizes} at {x.shape[0]} rows on {x.device}")

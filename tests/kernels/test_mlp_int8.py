@@ -251,6 +251,29 @@ def test_what_is_too_large_has_no_plan():
     )
     assert sm90.choose((784, 4096, 4096, 10), 10_000, 132) is None
     assert sm90.choose(MNIST, 1, 132).group == 8
+    for wrong in ((784, 10), (780, 256, 10), (784, 250, 10), (784, 256, 17), (784, 1040, 10), (0, 16, 10)):
+        assert row_sm90.choose(wrong, 1, 132) is None
+    assert row_sm90.choose(MNIST, 65, 132) is None
+    assert row_sm90.choose((784, 4096, 4096, 10), 1, 120) is None
+
+
+@pytest.mark.parametrize(
+    ("sizes", "m", "group", "blocks"),
+    [
+        (MNIST, 1, 16, 16),
+        (MNIST, 16, 16, 256),
+        (MNIST, 64, 8, 512),
+        ((784, 512, 10), 3, 16, 48),
+        ((784, 1024, 1024, 10), 1, 16, 16),
+        ((784, 4096, 4096, 10), 1, 0, 128),
+        ((1040, 16, 16, 1), 1, 0, 1),
+    ],
+)
+def test_a_row_is_a_cluster_s_or_all_blocks(sizes, m, group, blocks):
+    p = row_sm90.choose(sizes, m, 132)
+    assert (p.config.group, p.blocks) == (group, blocks)
+    assert p.shared <= row_sm90.SHARED
+    assert max(sizes[1:-1]) <= p.config.slice * (group or blocks)
 
 
 def test_slots_of_streams_and_captures_are_their_own():
