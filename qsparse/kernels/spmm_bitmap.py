@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import torch
 
-from qsparse.kernels import _bitmap_tiles, _spmm, _spmm_bitmap
+from qsparse.kernels import _bitmap_tiles, _spmm, _spmm_bitmap_sm80
 from qsparse.kernels._bitmap_tiles import CHUNK, WORDS
 from qsparse.kernels._face import C_FLOATS, check_same_device, check_tensor, face, matrix, rows
 from qsparse.kernels._load import launch
 from qsparse.kernels.gemm import gemm
 
 _DENSE, _BLOCK = "spmm_bitmap.cu", 256
-SOURCES = {_DENSE: tuple(f"spmm_bitmap_dense<{name}>" for name in C_FLOATS.values()), **_spmm_bitmap.SOURCES}
+SOURCES = {
+    _DENSE: tuple(f"spmm_bitmap_dense<{name}>" for name in C_FLOATS.values()),
+    _spmm_bitmap_sm80.SOURCE: _spmm_bitmap_sm80.INSTANCES,
+}
 
 
 @face(SOURCES)
@@ -48,14 +51,14 @@ def spmm_bitmap(
         Look at every offset and mask first (on a GPU this waits for the device). Pass False only for arrays checked
         before, or made by ``to_bitmap_tiles``: wrong offsets then read out of bounds.
     tier : str, optional
-        "simt", "sm80" or "sm90": take no other, for tests and measurements.
+        "simt" or "sm80": take no other, for tests and measurements.
 
     Returns
     -------
     (M, N) ``out_dtype``, row-major; sums are held in float32, in the same order every run, and rounded once.
 
     Up to 64 rows of float16 or bfloat16 x meet the stored weights themselves, which are read once and unpacked in
-    registers (``sm90``, ``sm80``). More rows, and float32, take ``simt``: W is written out densely, into N * K elements
+    registers (``sm80``). More rows, and float32, take ``simt``: W is written out densely, into N * K elements
     of memory held for the call alone, and :func:`qsparse.kernels.gemm` multiplies.
 
     Unlike CSR and COO, where what is not stored contributes nothing, a weight that is not stored is multiplied as a
@@ -88,10 +91,8 @@ def spmm_bitmap(
         return gemm(x, _bitmap_tiles.unpack(values, masks, offsets, (n, k)), bias, relu=relu, out_dtype=out_dtype)
 
     possible = ["simt"]
-    best = spmm_bitmap.tier(x.device)
-    if best != "simt" and _spmm_bitmap.supports(x, n):
-        few = ["sm90", "sm80"] if best == "sm90" else ["sm80"]
-        possible = few + possible if m <= _spmm_bitmap.FEW_ROWS else possible + few
+    if spmm_bitmap.tier(x.device) == "sm80" and _spmm_bitmap_sm80.supports(x, n):
+        possible.insert(0 if m <= _spmm_bitmap_sm80.FEW_ROWS else 1, "sm80")
     if tier is not None and tier not in possible:
         raise ValueError(f"tier {tier!r} is not possible for these arrays on this GPU; {', '.join(possible)} are")
     tier = tier or possible[0]
@@ -100,7 +101,7 @@ def spmm_bitmap(
         return gemm(x, dense(values, masks, offsets, (n, k)), bias, relu=relu, out_dtype=out_dtype)
     aligned = values if values.data_ptr() % 16 == 0 else values.clone()
     y = torch.empty((m, n), dtype=out_dtype, device=x.device)
-    _spmm_bitmap.launch_few(tier, matrix(x, k_major=True)[0], aligned, masks, offsets, bias, y, relu=relu)
+    _spmm_bitmap_sm80.launch_few(matrix(x, k_major=True)[0], aligned, masks, offsets, bias, y, relu=relu)
     return y
 
 

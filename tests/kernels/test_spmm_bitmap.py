@@ -1,11 +1,13 @@
 """Weights in bitmap tiles times activations, against the oracle and NumPy."""
 
+import itertools
+
 import numpy as np
 import pytest
 import torch
 
 from qsparse import kernels
-from qsparse.kernels import _bitmap_tiles, _spmm_bitmap
+from qsparse.kernels import _bitmap_tiles, _spmm_bitmap_sm80
 from qsparse.oracles.spmm_bitmap import dense as oracle_dense
 from qsparse.oracles.spmm_bitmap import spmm_bitmap as oracle
 
@@ -50,11 +52,9 @@ def test_many_tiles(device, dtype, m, density, normal, sparse, to_numpy, assert_
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("tier", ["simt", "sm80", "sm90"])
+@pytest.mark.parametrize("tier", ["simt", "sm80"])
 @pytest.mark.parametrize("m", [1, 8, 64, 100])
 def test_every_tier_and_the_same_bits_each_time(tier, m, normal, sparse, to_numpy, assert_close, assert_same_bits):
-    if tier == "sm90" and torch.cuda.get_device_capability()[0] != 9:
-        pytest.skip("no Hopper GPU")
     device = torch.device("cuda", 0)
     w = sparse(300, 2000, 0.2, torch.float16)
     x, bias = (normal(*size, dtype=torch.float16, device=device) for size in ((m, 2000), (300,)))
@@ -65,12 +65,9 @@ def test_every_tier_and_the_same_bits_each_time(tier, m, normal, sparse, to_nump
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("source", [_spmm_bitmap.SM80, _spmm_bitmap.SM90])
-def test_every_division(source, normal, sparse, to_numpy, assert_close):
-    """Each number of warps and of blocks that divide K, also more of them than there are tiles."""
-    tier = source.removesuffix(".cu").rsplit("_", 1)[1]
-    if tier == "sm90" and torch.cuda.get_device_capability()[0] != 9:
-        pytest.skip("no Hopper GPU")
+@pytest.mark.parametrize("ahead", [False, True])
+def test_every_division(ahead, normal, sparse, to_numpy, assert_close):
+    """Each number of warps, and of warps and blocks that divide K, also more of them than there are tiles."""
     device = torch.device("cuda", 0)
     limit = torch.cuda.get_device_properties(device).shared_memory_per_block_optin
     w = sparse(270, 777, 0.15, torch.bfloat16)
@@ -78,15 +75,15 @@ def test_every_division(source, normal, sparse, to_numpy, assert_close):
     for m in (5, 50):
         x = torch.nn.functional.pad(normal(m, 777, dtype=torch.bfloat16, device=device), (0, 7))[:, :777]
         reference = to_numpy(x) @ to_numpy(w).T
-        for batch in (8, 64):
-            for warps, segments in ((4, 1), (4, 4), (8, 2), (16, 1), (16, 8), (16, 16)):
-                for split in (1, 2, 3, 8):
-                    config = _spmm_bitmap.Config(batch, warps, segments, split)
-                    if config.shared(777) > limit:
-                        continue
-                    y = torch.full((m, 270), NAN, dtype=torch.float32, device=device)
-                    _spmm_bitmap.launch_few(tier, x, *tiles, None, y, relu=False, config=config)
-                    assert_close(y, reference)
+        divisions = ((4, 1), (4, 4), (8, 2), (8, 8), (16, 1), (16, 8), (16, 16))
+        for batch, (warps, segments), split in itertools.product((8, 32, 64), divisions, (1, 2, 3, 16)):
+            if batch * warps > 512:
+                continue
+            config = _spmm_bitmap_sm80.Config(batch, warps, segments, split)
+            if config.shared(777) <= limit:
+                y = torch.full((m, 270), NAN, dtype=torch.float32, device=device)
+                _spmm_bitmap_sm80.launch_few(x, *tiles, None, y, relu=False, config=config, ahead=ahead)
+                assert_close(y, reference)
 
 
 @pytest.mark.parametrize("size", [(0, 5), (5, 0), (0, 0), (5, 7)], ids=str)
@@ -191,7 +188,7 @@ def test_the_layout_bit_by_bit(sparse, to_numpy):
 def test_every_product_is_divided_within_the_limits(capability):
     for m in (1, 8, 20, 64):
         for n, k in ((10, 784), (4096, 4096), (16384, 16384), (1, 1), (256, 100_000)):
-            config = _spmm_bitmap.choose(m, n, k, *capability)
+            config = _spmm_bitmap_sm80.choose(m, n, k, *capability)
             if config is not None:
                 assert config.shared(k) <= capability[1]
                 assert config.share(k) <= 31
@@ -199,7 +196,9 @@ def test_every_product_is_divided_within_the_limits(capability):
                 assert k > 16384 or capability[1] < 100_000
 
 
-@pytest.mark.parametrize("values", [(7, 16, 1, 1), (8, 2, 1, 1), (8, 16, 1, 9), (8, 8, 16, 1), (8, 16, 3, 1)])
+@pytest.mark.parametrize(
+    "values", [(7, 16, 1, 1), (8, 2, 1, 1), (8, 16, 1, 17), (8, 8, 16, 1), (8, 16, 3, 1), (64, 16, 1, 1)]
+)
 def test_a_config_is_checked(values):
     with pytest.raises(ValueError, match="not a division"):
-        _spmm_bitmap.Config(*values)
+        _spmm_bitmap_sm80.Config(*values)

@@ -1,4 +1,4 @@
-"""The host side of ``spmm_bitmap_sm90.cu`` and ``spmm_bitmap_sm80.cu``: how a product is divided, and the launches.
+"""The host side of ``spmm_bitmap_sm80.cu``: how a product is divided, and the launches.
 
 The face of the operation is :mod:`qsparse.kernels.spmm_bitmap`; it hands over what :func:`supports` accepts.
 """
@@ -14,15 +14,17 @@ import torch
 from qsparse.kernels import _bitmap_tiles
 from qsparse.kernels._face import C_FLOATS
 from qsparse.kernels._gemm_sm80 import limits
-from qsparse.kernels._load import launch, prepare
+from qsparse.kernels._load import launch
 
-SM80, SM90 = "spmm_bitmap_sm80.cu", "spmm_bitmap_sm90.cu"
+SOURCE = "spmm_bitmap_sm80.cu"
 FEW_ROWS = 64  # of x: with more of them a dense matrix, made once, is the faster way
 _DTYPES = (torch.float16, torch.bfloat16)
 _BATCHES = (8, 16, 32, 64)
 _WARPS = (16, 8, 4)
 _SEGMENTS = (1, 2, 4, 8, 16)
-_SPLITS = tuple(range(1, 9))  # blocks of a cluster
+_SPLITS = tuple(range(1, 17))
+_MOST_AHEAD = 24 * 2**20  # bytes that may be sent to L2 at once: they must still be there when they are read
+_MOST_ROWS = 512  # of x, by warps: sums that the registers hold
 _MOST_TILES = 31  # along K that a warp may have
 _BUFFER = 257 * 32  # bytes of shared memory a warp
 _SUM_BLOCK = 256
@@ -34,10 +36,7 @@ def _instances(op: str, batches: bool = True) -> tuple[str, ...]:
     return tuple(f"{op}<{C_FLOATS[dtype]}, {C_FLOATS[out]}{end}" for dtype, out in pairs for end in ends)
 
 
-SOURCES = {
-    SM80: (*_instances("spmm_bitmap_sm80"), *_instances("spmm_bitmap_sum", batches=False)),
-    SM90: _instances("spmm_bitmap_sm90"),
-}
+INSTANCES = (*_instances("spmm_bitmap_sm80"), *_instances("spmm_bitmap_sum", batches=False))
 
 
 @dataclass(frozen=True)
@@ -52,7 +51,12 @@ class Config:
     def __post_init__(self):
         """Raise ValueError for what the kernels do not have."""
         known = self.batch in _BATCHES and self.warps in _WARPS and self.split in _SPLITS
-        if not known or self.segments not in _SEGMENTS or self.warps % self.segments or self.batch * self.warps > 512:
+        if (
+            not known
+            or self.segments not in _SEGMENTS
+            or self.warps % self.segments
+            or self.batch * self.warps > _MOST_ROWS
+        ):
             raise ValueError(f"not a division that spmm_bitmap has: {self}")
 
     def share(self, k: int) -> int:
@@ -79,36 +83,44 @@ def supports(x: torch.Tensor, n: int) -> bool:
     return choose(m, n, k, *limits(x.device.index)) is not None
 
 
-def launch_few(tier: str, x, values, masks, offsets, bias, y, *, relu: bool, config: Config | None = None) -> None:
-    """``y = act(x @ W.T + bias)`` into ``y`` (M, N) row-major, dtype of ``x`` or float32, by the tier's kernel.
+def launch_few(
+    x, values, masks, offsets, bias, y, *, relu: bool, config: Config | None = None, ahead: bool | None = None
+) -> None:
+    """``y = act(x @ W.T + bias)`` into ``y`` (M, N) row-major, dtype of ``x`` or float32.
 
-    ``x`` (M, K) has contiguous rows; the other arrays are contiguous.
+    ``x`` (M, K) has contiguous rows; the other arrays are contiguous, ``values`` on 16 bytes. ``config``, and whether
+    all of W is sent to L2 ``ahead``, are chosen where None.
     """
     (m, k), n = x.shape, y.shape[1]
     config = config or choose(m, n, k, *limits(x.device.index))
-    x = _aligned(x)
-    split = config.split
-    addresses = (
-        *(a.data_ptr() for a in (values, masks, offsets)),
-        0 if bias is None else bias.data_ptr(),
-        y.data_ptr(),
-    )
-    sizes = (m, n, k, relu, config.share(k), config.segments, split)
-    types = f"{C_FLOATS[x.dtype]}, {C_FLOATS[y.dtype]}"
-    instance = f"{{}}<{types}, {config.batch}>"
-    grid = (config.blocks(m, n), 32 * config.warps, config.shared(k))
-    if tier == "sm90":
-        run = prepare(x.device.index, SM90, instance.format("spmm_bitmap_sm90"), "PqPPPPPiiiiiii", *grid, cluster=split)
-        run((x.data_ptr(), x.stride(0), *addresses, *sizes))
-        return
+    if ahead is None:
+        ahead = values.numel() * values.element_size() + masks.numel() * masks.element_size() <= _MOST_AHEAD
+    x, split = _aligned(x), config.split
     sums = torch.empty((split, m, n), dtype=torch.float32, device=x.device) if split > 1 else None
-    sums_address = 0 if sums is None else sums.data_ptr()
-    run = prepare(x.device.index, SM80, instance.format("spmm_bitmap_sm80"), "PqPPPPPPiiiiiii", *grid)
-    run((x.data_ptr(), x.stride(0), *addresses, sums_address, *sizes))
+    bias_address, sums_address = (0 if a is None else a.data_ptr() for a in (bias, sums))
+    operands = (x.data_ptr(), x.stride(0), values.data_ptr(), masks.data_ptr(), offsets.data_ptr())
+    sizes = (m, n, k, relu, config.share(k), config.segments, split, values.numel() // 8 if ahead else 0)
+    types = f"{C_FLOATS[x.dtype]}, {C_FLOATS[y.dtype]}"
+    launch(
+        x.device,
+        SOURCE,
+        f"spmm_bitmap_sm80<{types}, {config.batch}>",
+        "PqPPPPPPiiiiiiii",
+        (*operands, bias_address, y.data_ptr(), sums_address, *sizes),
+        grid=config.blocks(m, n),
+        block=32 * config.warps,
+        shared=config.shared(k),
+    )
     if sums is not None:
-        arguments = (sums_address, *addresses[3:], m, n, relu, split)
-        blocks = -(-m * n // _SUM_BLOCK)
-        launch(x.device, SM80, f"spmm_bitmap_sum<{types}>", "PPPqiii", arguments, grid=blocks, block=_SUM_BLOCK)
+        launch(
+            x.device,
+            SOURCE,
+            f"spmm_bitmap_sum<{types}>",
+            "PPPqiii",
+            (sums_address, bias_address, y.data_ptr(), m, n, relu, split),
+            grid=-(-m * n // _SUM_BLOCK),
+            block=_SUM_BLOCK,
+        )
 
 
 def _aligned(x: torch.Tensor) -> torch.Tensor:
@@ -121,32 +133,27 @@ def _aligned(x: torch.Tensor) -> torch.Tensor:
 
 @functools.lru_cache(maxsize=4096)
 def choose(m: int, n: int, k: int, processors: int, shared_limit: int) -> Config | None:
-    """The division with the least time by a rough model of one multiprocessor; None where none fits.
+    """The division with the least time by a rough model of a multiprocessor; None where none fits.
 
-    A tile costs so many clocks, more where a warp is alone; x costs its bytes, and blocks that share K a cluster.
+    Only the order counts. In microseconds: every wave of blocks waits for memory at its beginning; a tile costs its
+    warp some, and more with more warps and rows of x; x arrives at so many bytes; sums of several blocks are a second
+    launch. On an H200 that puts the divisions that were measured in their order.
     """
-    ALONE, TILE, EIGHT, CLUSTER = (
-        1200.0,
-        75.0,
-        5.0,
-        3000.0,
-    )  # clocks: a lone warp's tile, one of many, 8 rows, to add up
-    BYTES = 40.0  # of x, a clock
+    WAVE, TILE, WARP, ROW, BYTES, SECOND, RESIDENT = 3.3, 0.5, 0.031, 0.0019, 50e3, 2.2, 16
 
     def time(config: Config) -> float:
-        share, blocks = config.share(k), -(-config.blocks(m, n) // processors)
-        waves = -(-blocks // (shared_limit // config.shared(k)))
-        tiles = max(blocks * config.warps * (TILE + EIGHT * config.batch / 8), waves * ALONE) * share
+        blocks, share = -(-config.blocks(m, n) // processors), config.share(k)
+        resident = min(blocks, shared_limit // config.shared(k), RESIDENT // config.warps)
+        tile = TILE + resident * config.warps * (WARP + ROW * (config.batch - 8))
         x = blocks * config.batch * config.segments * share * _bitmap_tiles.COLUMNS * 2 / BYTES
-        return tiles + x + (CLUSTER if config.split > 1 else 0.0)
+        return -(-blocks // resident) * (WAVE + share * tile) + x + (SECOND if config.split > 1 else 0.0)
 
     batches = [batch for batch in _BATCHES if batch < 2 * m] or _BATCHES[:1]
     wide = _bitmap_tiles.grid((0, k))[1]
-    every = itertools.product(batches, _WARPS, _SEGMENTS, _SPLITS)
     possible = (
-        Config(*sizes)
-        for sizes in every
-        if sizes[1] % sizes[2] == 0 and sizes[0] * sizes[1] <= 512 and sizes[2] * sizes[3] <= wide
+        Config(batch, warps, segments, split)
+        for batch, warps, segments, split in itertools.product(batches, _WARPS, _SEGMENTS, _SPLITS)
+        if warps % segments == 0 and batch * warps <= _MOST_ROWS and segments * split <= wide
     )
     fitting = [c for c in possible if c.share(k) <= _MOST_TILES and c.shared(k) <= shared_limit]
     return min(fitting, key=time, default=None)
