@@ -103,6 +103,7 @@ struct Fetched {
     const uint4* values;
     const unsigned* masks;
     int lane, count, offsets;  // tiles, fewer than lanes; lane i: where tile i starts, in chunks of 8
+    int start, size;           // of this tile's values, in chunks
     unsigned mask[2];
     uint4 rounds[ROUNDS];
 
@@ -113,7 +114,7 @@ struct Fetched {
     }
 
     __device__ __forceinline__ void load(int tile) {
-        const int start = __shfl_sync(~0u, offsets, tile), size = __shfl_sync(~0u, offsets, tile + 1) - start;
+        start = __shfl_sync(~0u, offsets, tile), size = __shfl_sync(~0u, offsets, tile + 1) - start;
         const uint4* const from = values + start;
 #pragma unroll
         for (int i = 0; i < ROUNDS; ++i)
@@ -127,15 +128,15 @@ struct Fetched {
 
     // Spread this tile's values out in `buffer`, and fetch the next tile.
     __device__ __forceinline__ void spread(int tile, unsigned buffer, unsigned (&now)[2]) {
-        const int start = __shfl_sync(~0u, offsets, tile), size = __shfl_sync(~0u, offsets, tile + 1) - start;
-        unsigned carry = 0, to = buffer + lane * 32;
+        const unsigned to = buffer + lane * 32;
+        unsigned carry = 0;
 #pragma unroll
         for (int i = 0; i < ROUNDS; ++i) {
             if (i * WARP >= size) break;
             unsigned before = __shfl_up_sync(~0u, rounds[i].w, 1);
             if (lane == 0) before = carry;
-            carry = __shfl_sync(~0u, rounds[i].w, WARP - 1);
             if (i * WARP + lane < size) store(to + i * WARP * 32, rounds[i], before);
+            if ((i + 1) * WARP < size) carry = __shfl_sync(~0u, rounds[i].w, WARP - 1);
         }
         for (int i = ROUNDS * WARP; i < size; i += WARP) {  // denser than half: the rest was not fetched
             uint4 v = {};
