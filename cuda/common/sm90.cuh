@@ -133,6 +133,10 @@ __device__ __forceinline__ void cluster_sync() {
     asm volatile("barrier.cluster.arrive.release.aligned;\nbarrier.cluster.wait.acquire.aligned;" ::: "memory");
 }
 
+// The two halves of `cluster_sync`: to arrive early and wait late costs little.
+__device__ __forceinline__ void cluster_arrive() { asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory"); }
+__device__ __forceinline__ void cluster_wait() { asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory"); }
+
 // Read 16 bytes from the same place in block `rank`'s shared memory.
 __device__ __forceinline__ uint4 cluster_load(const uint4* p, unsigned rank) {
     uint4 v;
@@ -222,4 +226,11 @@ __device__ __forceinline__ void wgmma_fence() { asm volatile("wgmma.fence.sync.a
 __device__ __forceinline__ void wgmma_commit() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
 template <int LEFT> __device__ __forceinline__ void wgmma_wait() {
     asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(LEFT) : "memory");
+}
+
+// The sums may be read from here on, after a wait; without a word the compiler reads them earlier at times, for which
+// it makes the products wait for each other (warning C7514).
+template <int A, int B> __device__ __forceinline__ void settle(float (&sums)[A][B]) {
+#pragma unroll
+    for (int i = 0; i < A * B; ++i) asm volatile("" : "+f"(sums[i / B][i % B])::"memory");
 }

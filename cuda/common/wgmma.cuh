@@ -10,6 +10,15 @@
 #define QSPARSE_ACC32(R, d, i) \
     QSPARSE_ACC8(R, d, i), QSPARSE_ACC8(R, d, i + 8), QSPARSE_ACC8(R, d, i + 16), QSPARSE_ACC8(R, d, i + 24)
 
+#define QSPARSE_WGMMA_32(SHAPE_TYPE, R, OPTIONS, d, a, b, accumulate, ...) \
+    asm volatile( \
+        "{\n.reg .pred p;\nsetp.ne.b32 p, %18, 0;\n" \
+        "wgmma.mma_async.sync.aligned.m64n32" SHAPE_TYPE " {" \
+        "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15" \
+        "}, %16, %17, p" OPTIONS(19, 20) ";\n}" \
+        : QSPARSE_ACC8(R, d, 0), QSPARSE_ACC8(R, d, 8) \
+        : "l"(a), "l"(b), "r"(accumulate) __VA_ARGS__)
+
 #define QSPARSE_WGMMA_64(SHAPE_TYPE, R, OPTIONS, d, a, b, accumulate, ...) \
     asm volatile( \
         "{\n.reg .pred p;\nsetp.ne.b32 p, %34, 0;\n" \
@@ -56,7 +65,7 @@ struct E4m3 {  // an 8-bit float of 4 exponent and 3 mantissa bits: only the ten
 // are 1 for an operand that is M- or N-major in shared memory (16-bit types only).
 template <typename T, int N, int TA, int TB, typename Sum>
 __device__ __forceinline__ void wgmma(Sum (&d)[N / 2], unsigned long long a, unsigned long long b, int accumulate) {
-    static_assert(N == 64 || N == 128 || N == 256, "a wrapper for this N is not written yet");
+    static_assert(N == 32 || N == 64 || N == 128 || N == 256, "a wrapper for this N is not written yet");
 #define QSPARSE_LAYOUTS(a, b) ", 1, 1, %" #a ", %" #b
 #define QSPARSE_SIGNS(a, b) ", 1, 1"
 #define QSPARSE_NONE(a, b) ""
@@ -73,6 +82,7 @@ __device__ __forceinline__ void wgmma(Sum (&d)[N / 2], unsigned long long a, uns
         QSPARSE_WGMMA_##n("k32.s32.s8.s8", "+r", QSPARSE_NONE, d, a, b, accumulate); \
     if constexpr (N == n && is_same<T, unsigned char>) \
         QSPARSE_WGMMA_##n("k32.s32.u8.s8", "+r", QSPARSE_NONE, d, a, b, accumulate);
+    QSPARSE_WGMMA_CASE(32)
     QSPARSE_WGMMA_CASE(64)
     QSPARSE_WGMMA_CASE(128)
     QSPARSE_WGMMA_CASE(256)

@@ -1,4 +1,4 @@
-"""The host side of ``gemm_sm90.cu``: which operands it takes, and the launch.
+"""The host side of ``gemm_sm90.cu`` and ``gemm_single_sm90.cu``: which operands they take, and the launch.
 
 The face of the operation is :mod:`qsparse.kernels.gemm`; it hands over what :func:`supports` accepts.
 """
@@ -11,7 +11,9 @@ from dataclasses import dataclass, field
 
 import torch
 
+from qsparse.kernels import _gemm_single_sm90
 from qsparse.kernels._face import matrix
+from qsparse.kernels._gemm_single_sm90 import Single
 from qsparse.kernels._gemm_sm90_configs import (
     APPLY_MASK,
     CONFIGS,
@@ -61,7 +63,7 @@ def has_epilogue(x: torch.Tensor, x_k: bool, w_k: bool, out: torch.dtype, mode: 
     return mode == NO_MASK or (out == x.dtype != torch.float32 and x_k and w_k == (mode == WRITE_MASK))
 
 
-def run(config: Config | None, x, w, bias, relu: bool, **options) -> torch.Tensor:
+def run(config: Config | Single | None, x, w, bias, relu: bool, **options) -> torch.Tensor:
     """``launch_gemm`` on plain arguments, for benchmarks and tests: ``config`` None is what the face would choose."""
     (x, x_k, ldx), (w, w_k, ldw) = matrix(x), matrix(w)
     y = torch.empty((x.shape[0], w.shape[0]), dtype=x.dtype, device=x.device)
@@ -83,7 +85,7 @@ def launch_gemm(
     accumulate: bool = False,
     mask: torch.Tensor | None = None,
     mask_mode: int = NO_MASK,
-    config: Config | None = None,
+    config: Config | Single | None = None,
 ) -> torch.Tensor:
     """``y = act(alpha * x @ w.T + bias)`` into ``y`` (M, N) row-major, added to what is there with ``accumulate``.
 
@@ -94,9 +96,7 @@ def launch_gemm(
     return launch_plan(found, x, w, bias, y, alpha, mask)
 
 
-def plan(
-    x, x_k, ldx, w, w_k, ldw, y, *, relu=False, accumulate=False, mask_mode=NO_MASK, config: Config | None = None
-) -> _Plan:
+def plan(x, x_k, ldx, w, w_k, ldw, y, *, relu=False, accumulate=False, mask_mode=NO_MASK, config=None) -> _Plan:
     """What ``launch_gemm`` would launch; the same for all arrays of these shapes, strides and dtypes."""
     (m, k), n = x.shape, w.shape[0]
     kinds = (x.dtype, y.dtype, x_k, w_k, mask_mode)
@@ -123,16 +123,18 @@ class _Plan:
     w_map: tuple
     y_map: tuple | None
     flags: int
-    group: int
+    walk: tuple[int, ...]  # how the tiles are counted: rows walked together; of a single kernel, a column and 1 / it
+    single: bool
     bound: dict = field(default_factory=dict)  # launches at places seen: arrays come back to the same ones
 
     def bind(self, x: int, w: int, y: int, bias: int, mask: int, alpha: float) -> Callable[[], None]:
         """The launch with the arrays at these addresses."""
         if len(self.bound) >= 64:
             self.bound.clear()
-        kinds = zip((x, w, y), (self.x_map, self.w_map, self.y_map), strict=True)
-        maps = (tensor_map(address, *kind) if kind else NO_MAP for address, kind in kinds)
-        bound = self.launch.bind((*maps, bias, y, mask, 0, 0, *self.sizes, alpha, self.flags, self.group))
+        x_map, w_map = tensor_map(x, *self.x_map), tensor_map(w, *self.w_map)
+        y_map = tensor_map(y, *self.y_map) if self.y_map else NO_MAP
+        arrays = (x_map, w_map, bias, y) if self.single else (x_map, w_map, y_map, bias, y, mask, 0, 0)
+        bound = self.launch.bind((*arrays, *self.sizes, alpha, self.flags, *self.walk))
         self.bound[x, w, y, bias, mask, alpha] = bound
         return bound
 
@@ -146,19 +148,21 @@ def _plan(device, m, n, k, ldx, ldw, dtype, out, x_k, w_k, mask_mode, relu, accu
         config = biggest(TF32 if dtype == torch.float32 else FEW, m, n, sms)
     step = STEP // dtype.itemsize
     flags = (_RELU if relu else 0) | (_ACCUMULATE if accumulate else 0) | _pairs(out, n, y_offset)
+    x_map = (dtype, m, k, ldx, (config.bm // config.cn, step)) if x_k else (dtype, k, m, ldx, (64, 64))
+    w_map = (dtype, n, k, ldw, (config.bn // config.cm, step)) if w_k else (dtype, k, n, ldw, (64, 64))
+    if isinstance(config, Single):
+        flags |= 0 if accumulate or n * out.itemsize % 16 or y_offset else _gemm_single_sm90.WIDE
+        launcher = prepare(
+            *(device, _gemm_single_sm90.SOURCE, config.instance(dtype, out, x_k, w_k), _gemm_single_sm90.FORMATS),
+            *(config.tiles(m, n) * config.cluster, 128 * config.consumers + 32, config.shared()),
+        )
+        return _Plan(launcher, (m, n, k), x_map, w_map, None, flags, config.walk(m), True)
     y_map = output_map(config, out, m, n, y_offset)
     flags |= _TMA_STORE if y_map else 0
     instance = config.instance(dtype, out, x_k, w_k, mask_mode)
-    shared = config.shared(dtype.itemsize)
-    return _Plan(
-        prepare(device, SOURCE, instance, _FORMATS, *grid(config, m, n, sms), shared),
-        (m, n, k),
-        (dtype, m, k, ldx, (config.bm // config.cn, step)) if x_k else (dtype, k, m, ldx, (64, 64)),
-        (dtype, n, k, ldw, (config.bn // config.cm, step)) if w_k else (dtype, k, n, ldw, (64, 64)),
-        y_map,
-        flags,
-        config.group,
-    )
+    blocks, threads = grid(config, m, n, sms)
+    launcher = prepare(device, SOURCE, instance, _FORMATS, blocks, threads, config.shared(dtype.itemsize))
+    return _Plan(launcher, (m, n, k), x_map, w_map, y_map, flags, (config.group,), False)
 
 
 def _pairs(out: torch.dtype, n: int, y_offset: int) -> int:

@@ -1,4 +1,4 @@
-"""The instances of ``gemm_sm90.cu``, and which one suits a shape.
+"""The instances of ``gemm_sm90.cu``, and which one, or which of ``gemm_single_sm90.cu``, suits a shape.
 
 The choice comes from the tuning table, ``gemm_sm90.json``, which ``qsparse bench gemm --tune`` writes: that of the
 nearest measured shape of the same GPU, dtype and layout. On a card without measurements the H200's serve.
@@ -15,7 +15,9 @@ from pathlib import Path
 
 import torch
 
+from qsparse.kernels import _gemm_single_sm90
 from qsparse.kernels._face import C_FLOATS
+from qsparse.kernels._gemm_single_sm90 import Single
 
 TABLE = Path(__file__).with_name("gemm_sm90.json")
 SHARED_LIMIT = 227 * 1024
@@ -76,6 +78,10 @@ class Config:
         """Whether the cluster can divide loads of operands that lie this way (64-wide boxes where not K-major)."""
         return (x_k or self.bm // self.cn % 64 == 0) and (w_k or self.bn // self.cm % 64 == 0)
 
+    def suits(self, m: int, n: int, k: int) -> bool:
+        """Any shape: where K is short, some blocks of a split add nothing."""
+        return True
+
     def instance(self, dtype, out, x_k: bool = True, w_k: bool = True, mask: int = NO_MASK, parts: int = 1) -> str:
         """The C++ name of the kernel."""
         layout = f"{_BOOL[x_k]}, {_BOOL[w_k]}"
@@ -88,7 +94,7 @@ class Config:
         return f"{', '.join(map(str, sizes))}, {_BOOL[self.pingpong]}"
 
 
-# Big tiles need the fewest bytes; small and split ones fill the chip when there is little to do.
+# Big tiles need the fewest bytes; small ones fill the chip when there is little to do, and _gemm_single_sm90 cannot.
 CONFIGS = (
     Config(128, 256, 2, 4),
     Config(128, 256, 2, 4, cm=2),
@@ -126,12 +132,12 @@ def _instances() -> Iterable[str]:
 INSTANCES = tuple(_instances())
 
 
-def candidates(m: int, n: int, k: int, dtype, layout: str, device) -> list[Config]:
+def candidates(m: int, n: int, k: int, dtype, layout: str, device) -> list[Config | Single]:
     """Every configuration worth timing at a shape; ``layout`` is nt, nn, tn or tt (x then w, t: transposed)."""
     x_k, w_k = k_major(layout)
-    fitting = [c for c in CONFIGS if c.reads(x_k, w_k) and c.split * 64 <= max(k, 64)]
-    several_rows = m > 8 * 128
-    return [Config(**{**asdict(c), "group": g}) for c in fitting for g in (_GROUPS if several_rows else _GROUPS[:1])]
+    groups = _GROUPS if m > 8 * 128 else _GROUPS[:1]
+    walked = [Config(**{**asdict(c), "group": g}) for c in CONFIGS if c.reads(x_k, w_k) for g in groups]
+    return walked + [c for c in _gemm_single_sm90.CONFIGS if c.reads(x_k, w_k) and c.suits(m, n, k)]
 
 
 def k_major(layout: str) -> tuple[bool, bool]:
@@ -144,24 +150,29 @@ def _layout(x_k: bool, w_k: bool) -> str:
 
 
 @functools.cache
-def table() -> dict[tuple[str, str, str], list[tuple[tuple[int, int, int], Config]]]:
+def table() -> dict[tuple[str, str, str], list[tuple[tuple[int, int, int], Config | Single]]]:
     """The measured best configurations by (gpu, dtype, layout); every row is validated as it is read."""
     rows: dict = {}
     for row in json.loads(TABLE.read_text()) if TABLE.exists() else ():
         key = row["gpu"], row["dtype"], row["layout"]
-        rows.setdefault(key, []).append((tuple(row["shape"]), Config(**row["config"])))
+        kind = Config if "group" in row["config"] else Single
+        rows.setdefault(key, []).append((tuple(row["shape"]), kind(**row["config"])))
     return rows
 
 
 @functools.lru_cache(maxsize=65536)
-def choose(m: int, n: int, k: int, dtype: torch.dtype, x_k: bool, w_k: bool, gpu: str, sms: int) -> Config:
+def choose(m: int, n: int, k: int, dtype: torch.dtype, x_k: bool, w_k: bool, gpu: str, sms: int) -> Config | Single:
     """The configuration of the nearest measured shape, by the product of the three sizes' ratios."""
     name, layout = str(dtype).removeprefix("torch."), _layout(x_k, w_k)
     keys = (gpu, name, layout), (gpu, "float16", layout), ("NVIDIA H200", "float16", "nt")
-    return nearest(m, n, k, keys, lambda config: config.reads(x_k, w_k)) or biggest(FEW, m, n, sms)
+
+    def usable(config: Config | Single) -> bool:
+        return config.reads(x_k, w_k) and config.suits(m, n, k)
+
+    return nearest(m, n, k, keys, usable) or biggest(FEW, m, n, sms)
 
 
-def nearest(m: int, n: int, k: int, keys, usable: Callable[[Config], bool] = lambda config: True) -> Config | None:
+def nearest(m: int, n: int, k: int, keys, usable: Callable = lambda config: True) -> Config | Single | None:
     """The configuration of the nearest measured shape under the first of the table's keys that has one near enough."""
     for key in keys:
         near = [(math.dist(_log(shape), _log((m, n, k))), config) for shape, config in table().get(key, ())]

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import torch
 
-from qsparse.kernels import _gemm_simt, _gemm_sm80, _gemm_sm90, _relu_mask
+from qsparse.kernels import _gemm_simt, _gemm_single_sm90, _gemm_sm80, _gemm_sm90, _relu_mask
 from qsparse.kernels._face import C_FLOATS, check_same_device, check_tensor, face, matrix, new_matrix, rows
 
 SOURCES = {
     _gemm_simt.SOURCE: _gemm_simt.INSTANCES,
     _gemm_sm80.SOURCE: _gemm_sm80.INSTANCES,
     _gemm_sm90.SOURCE: _gemm_sm90.INSTANCES,
+    _gemm_single_sm90.SOURCE: _gemm_single_sm90.INSTANCES,
     _gemm_sm90.SPLIT_SOURCE: _gemm_sm90.SPLIT_INSTANCES,
 }
 _PRECISIONS = ("ieee", "highest", "high")

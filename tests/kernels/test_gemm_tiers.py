@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from qsparse import kernels
-from qsparse.kernels import _gemm_int8_sm90, _gemm_sm90, _gemm_sm90_configs, _load, _relu_mask
+from qsparse.kernels import _gemm_int8_sm90, _gemm_single_sm90, _gemm_sm90, _gemm_sm90_configs, _load, _relu_mask
 from qsparse.oracles.gemm import gemm as oracle
 
 HALVES = (torch.float16, torch.bfloat16)
@@ -51,7 +51,7 @@ def test_every_tier_and_layout(tier, dtype, layout, normal, to_numpy, assert_clo
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("config", _gemm_sm90.CONFIGS, ids=str)
+@pytest.mark.parametrize("config", [*_gemm_sm90.CONFIGS, *_gemm_single_sm90.CONFIGS], ids=str)
 @pytest.mark.parametrize("x_k", [True, False])
 @pytest.mark.parametrize("w_k", [True, False])
 def test_every_configuration_of_sm90(config, x_k, w_k, normal, to_numpy, assert_close):
@@ -60,11 +60,37 @@ def test_every_configuration_of_sm90(config, x_k, w_k, normal, to_numpy, assert_
     if not config.reads(x_k, w_k):
         pytest.skip("this cluster cannot divide loads of that layout")
     for m, n, k in [(72, 136, 200), (1032, 776, 1416), (8, 8, 2048), (3000, 264, 64)]:
+        if not config.suits(m, n, k):
+            continue
         x, w = normal(m, k, dtype=torch.float16, device=device), normal(n, k, dtype=torch.float16, device=device)
         bias = normal(n, dtype=torch.float16, device=device)
         x_given, w_given = x if x_k else x.t().contiguous().t(), w if w_k else w.t().contiguous().t()
         y = _gemm_sm90.run(config, x_given, w_given, bias, True)
         assert_close(y, oracle(*to_numpy((x, w, bias)), relu=True))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("config", _gemm_single_sm90.CONFIGS, ids=str)
+def test_single_tiles_write_any_columns_anywhere_and_accumulate(config, normal, to_numpy, assert_close):
+    """Outputs of odd widths and at odd places, between sentinels; nothing outside them is touched."""
+    device = torch.device("cuda", 0)
+    of_tier("sm90", device)
+    for dtype, (m, n, k), offset in (
+        (torch.float16, (300, 70, 784), 0),
+        (torch.bfloat16, (70, 129, 520), 1),
+        (torch.float16, (129, 256, 1032), 2),
+        (torch.bfloat16, (1, 9, 1024), 3),
+    ):
+        x, w = normal(m, k, dtype=dtype, device=device), normal(n, k, dtype=dtype, device=device)
+        memory = torch.full((offset + m * n + 64,), 77.0, dtype=dtype, device=device)
+        y = memory[offset : offset + m * n].view(m, n).fill_(torch.nan)
+        operands = (x, True, k, w, True, k, None)
+        _gemm_sm90.launch_gemm(*operands, y, alpha=0.5, config=config)
+        assert_close(y, oracle(0.5 * to_numpy(x), to_numpy(w)))
+        before = y.clone()
+        _gemm_sm90.launch_gemm(*operands, y, alpha=0.5, accumulate=True, config=config)
+        torch.testing.assert_close(y, before + before, rtol=0, atol=0)
+        assert bool((memory[:offset] == 77).all() and (memory[offset + m * n :] == 77).all())
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, *HALVES])
@@ -195,6 +221,12 @@ def test_configurations_are_checked():
         _gemm_sm90.Config(128, 256, 2, 5)
     with pytest.raises(ValueError, match="either splits K or shares loads"):
         _gemm_sm90.Config(64, 64, 1, 4, cm=2, split=2)
+    with pytest.raises(ValueError, match="cannot hold its share"):
+        _gemm_single_sm90.Single(64, 192, 1, 4)
+    with pytest.raises(ValueError, match="cannot divide the columns"):
+        _gemm_single_sm90.Single(64, 32, 1, 4, split=8)
+    with pytest.raises(ValueError, match="bytes of shared memory"):
+        _gemm_single_sm90.Single(128, 256, 2, 5)
 
 
 def test_configurations_leave_room_for_what_the_epilogue_keeps():
@@ -218,7 +250,8 @@ def test_the_tuning_table_is_valid():
             if dtype == "int8":
                 assert _gemm_int8_sm90.instance(config, torch.int8, torch.float16) in _gemm_int8_sm90.INSTANCES
             else:
-                assert config.instance(getattr(torch, dtype), getattr(torch, dtype), x_k, w_k) in _gemm_sm90.INSTANCES
+                instances = (*_gemm_sm90.INSTANCES, *_gemm_single_sm90.INSTANCES)
+                assert config.instance(getattr(torch, dtype), getattr(torch, dtype), x_k, w_k) in instances
 
 
 @pytest.mark.gpu
