@@ -181,8 +181,8 @@ template <typename T, int BATCH> struct FewRows {
     // Floats from row to row of the sums, which are (BATCH, width).
     __device__ __forceinline__ int sums_pitch() const { return width + 4; }
 
-    // What lies beyond the matrix is not read, and zeros arrive, which add nothing to any sum. Blocks that read the same
-    // begin at different places.
+    // What lies beyond the matrix is not read, and zeros arrive, which add nothing to any sum. Blocks that read the
+    // same begin at different places.
     __device__ __forceinline__ void copy_x(const T* __restrict__ x, long long ldx, int M, int K, int share,
                                            unsigned to) const {
         const int k0 = begin * TILE_COLUMNS, chunks = segments * share * (TILE_COLUMNS / 8);
@@ -304,4 +304,42 @@ spmm_bitmap_sum(const float* __restrict__ sums, const T* __restrict__ bias, O* _
     float sum = 0.0f;
     for (int part = 0; part < split; ++part) sum += sums[part * size + i];
     y[i] = finished<T, O>(sum, bias, static_cast<int>(i % N), relu);
+}
+
+// dense (N, ld) = w, zeros and all, for the dense product: a warp has `share` tiles, one after the other. ld is a
+// multiple of 8 elements and dense on 16 bytes, so 8 columns leave at once, beyond K as zeros.
+template <typename T>
+__global__ void __launch_bounds__(256, 3)
+spmm_bitmap_write(const T* __restrict__ values, const unsigned* __restrict__ masks, const int* __restrict__ offsets,
+                  T* __restrict__ dense, long long ld, int N, int K, int share) {
+    extern __shared__ __align__(128) char shared[];
+    const int warp = threadIdx.x / WARP, lane = threadIdx.x % WARP;
+    const int wide = (K + TILE_COLUMNS - 1) / TILE_COLUMNS, tiles = (N + TILE_ROWS - 1) / TILE_ROWS * wide;
+    const int first = min((static_cast<int>(blockIdx.x * blockDim.x) / WARP + warp) * share, tiles);
+    const int count = min(share, tiles - first);
+    Fetched stream(values, masks + first * static_cast<long long>(TILE_WORDS) + lane, offsets + first, count, lane);
+    if (count) stream.load(0);
+    const unsigned buffer = shared_address(shared) + warp * TILE_BUFFER;
+    for (int tile = 0; tile < count; ++tile) {
+        unsigned mask[2];
+        __syncwarp();  // the tile before has been read
+        stream.spread(tile, buffer, mask);
+        __syncwarp();
+        const int row0 = (first + tile) / wide * TILE_ROWS + lane / 4;
+        const int column0 = (first + tile) % wide * TILE_COLUMNS + lane % 4 * 8;
+        unsigned start = buffer;
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+            const Counts counts(mask[half]);
+#pragma unroll
+            for (int q = 0; q < 4; ++q) {
+                uint4 eight;
+                eight.x = pair_of(mask[half], counts, q, 0, start), eight.y = pair_of(mask[half], counts, q, 1, start);
+                eight.z = pair_of(mask[half], counts, q, 2, start), eight.w = pair_of(mask[half], counts, q, 3, start);
+                start = counts.after(q, start);
+                const int row = row0 + q % 2 * 8, column = column0 + half * 64 + q / 2 * 32;
+                if (row < N && column < ld) *reinterpret_cast<uint4*>(dense + row * ld + column) = eight;
+            }
+        }
+    }
 }

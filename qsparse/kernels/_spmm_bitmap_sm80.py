@@ -18,7 +18,7 @@ from qsparse.kernels._load import launch
 
 SOURCE = "spmm_bitmap_sm80.cu"
 FEW_ROWS = 64  # of x: with more of them a dense matrix, made once, is the faster way
-_DTYPES = (torch.float16, torch.bfloat16)
+DTYPES = (torch.float16, torch.bfloat16)
 _BATCHES = (8, 16, 32, 64)
 _WARPS = (16, 8, 4)
 _SEGMENTS = (1, 2, 4, 8, 16)
@@ -28,15 +28,20 @@ _MOST_ROWS = 512  # of x, by warps: sums that the registers hold
 _MOST_TILES = 31  # along K that a warp may have
 _BUFFER = 257 * 32  # bytes of shared memory a warp
 _SUM_BLOCK = 256
+_WRITE_WARPS, _WRITE_BLOCKS = 8, 3  # warps of a block that writes W out, and such blocks of a multiprocessor
 
 
 def _instances(op: str, batches: bool = True) -> tuple[str, ...]:
-    pairs = [(dtype, out) for dtype in _DTYPES for out in (dtype, torch.float32)]
+    pairs = [(dtype, out) for dtype in DTYPES for out in (dtype, torch.float32)]
     ends = [f", {batch}>" for batch in _BATCHES] if batches else [">"]
     return tuple(f"{op}<{C_FLOATS[dtype]}, {C_FLOATS[out]}{end}" for dtype, out in pairs for end in ends)
 
 
-INSTANCES = (*_instances("spmm_bitmap_sm80"), *_instances("spmm_bitmap_sum", batches=False))
+INSTANCES = (
+    *_instances("spmm_bitmap_sm80"),
+    *_instances("spmm_bitmap_sum", batches=False),
+    *(f"spmm_bitmap_write<{C_FLOATS[dtype]}>" for dtype in DTYPES),
+)
 
 
 @dataclass(frozen=True)
@@ -75,10 +80,10 @@ class Config:
         return -(-n // width) * -(-m // self.batch) * self.split
 
 
-def supports(x: torch.Tensor, n: int) -> bool:
-    """Whether the kernels take this product: halves, nothing empty, and K that fits their shared memory."""
+def takes_few(x: torch.Tensor, n: int) -> bool:
+    """Whether the kernel for few rows takes this product: halves, nothing empty, and K that fits shared memory."""
     m, k = x.shape
-    if x.dtype not in _DTYPES or min(m, n, k) == 0 or max(n, k) >= 2**30 or m * n >= 2**34:
+    if x.dtype not in DTYPES or m > FEW_ROWS or min(m, n, k) == 0 or max(n, k) >= 2**30:
         return False
     return choose(m, n, k, *limits(x.device.index)) is not None
 
@@ -121,6 +126,26 @@ def launch_few(
             grid=-(-m * n // _SUM_BLOCK),
             block=_SUM_BLOCK,
         )
+
+
+def launch_write(values, masks, offsets, dense: torch.Tensor, k: int) -> None:
+    """Write W (N, K) into ``dense`` (N, ld), float16 or bfloat16, ld a multiple of 8; zeros beyond K."""
+    n, ld = dense.shape
+    tiles = offsets.numel() - 1
+    processors, shared_limit = limits(values.device.index)
+    shared = _WRITE_WARPS * _BUFFER
+    warps = processors * min(_WRITE_BLOCKS, shared_limit // shared) * _WRITE_WARPS
+    share = max(1, min(-(-tiles // warps), _MOST_TILES))
+    launch(
+        values.device,
+        SOURCE,
+        f"spmm_bitmap_write<{C_FLOATS[values.dtype]}>",
+        "PPPPqiii",
+        (values.data_ptr(), masks.data_ptr(), offsets.data_ptr(), dense.data_ptr(), ld, n, k, share),
+        grid=-(-tiles // (share * _WRITE_WARPS)),
+        block=32 * _WRITE_WARPS,
+        shared=shared,
+    )
 
 
 def _aligned(x: torch.Tensor) -> torch.Tensor:

@@ -58,8 +58,9 @@ def spmm_bitmap(
     (M, N) ``out_dtype``, row-major; sums are held in float32, in the same order every run, and rounded once.
 
     Up to 64 rows of float16 or bfloat16 x meet the stored weights themselves, which are read once and unpacked in
-    registers (``sm80``). More rows, and float32, take ``simt``: W is written out densely, into N * K elements
-    of memory held for the call alone, and :func:`qsparse.kernels.gemm` multiplies.
+    registers. For more rows, and float32, W is written out densely, into N * K elements of memory held for the call
+    alone, and :func:`qsparse.kernels.gemm` multiplies. Cards before 8.0, and float32, have ``simt`` alone, which always
+    writes W out.
 
     Unlike CSR and COO, where what is not stored contributes nothing, a weight that is not stored is multiplied as a
     zero: NaN or Inf in ``x`` makes all outputs of its row NaN. Raises TypeError for a wrong dtype; ValueError for
@@ -90,36 +91,37 @@ def spmm_bitmap(
     if x.device.type == "cpu":
         return gemm(x, _bitmap_tiles.unpack(values, masks, offsets, (n, k)), bias, relu=relu, out_dtype=out_dtype)
 
-    possible = ["simt"]
-    if spmm_bitmap.tier(x.device) == "sm80" and _spmm_bitmap_sm80.supports(x, n):
-        possible.insert(0 if m <= _spmm_bitmap_sm80.FEW_ROWS else 1, "sm80")
+    sm80 = x.dtype in _spmm_bitmap_sm80.DTYPES and spmm_bitmap.tier(x.device) == "sm80"
+    possible = ["sm80", "simt"] if sm80 else ["simt"]
     if tier is not None and tier not in possible:
         raise ValueError(f"tier {tier!r} is not possible for these arrays on this GPU; {', '.join(possible)} are")
-    tier = tier or possible[0]
+    sm80 = (tier or possible[0]) == "sm80"
     bias = None if bias is None else rows(bias)
-    if tier == "simt":
-        return gemm(x, dense(values, masks, offsets, (n, k)), bias, relu=relu, out_dtype=out_dtype)
-    aligned = values if values.data_ptr() % 16 == 0 else values.clone()
-    y = torch.empty((m, n), dtype=out_dtype, device=x.device)
-    _spmm_bitmap_sm80.launch_few(matrix(x, k_major=True)[0], aligned, masks, offsets, bias, y, relu=relu)
-    return y
+    values = values if values.data_ptr() % 16 == 0 else values.clone()
+    if sm80 and _spmm_bitmap_sm80.takes_few(x, n):
+        y = torch.empty((m, n), dtype=out_dtype, device=x.device)
+        _spmm_bitmap_sm80.launch_few(matrix(x, k_major=True)[0], values, masks, offsets, bias, y, relu=relu)
+        return y
+    return gemm(x, _dense(values, masks, offsets, (n, k), sm80), bias, relu=relu, out_dtype=out_dtype)
 
 
-def dense(values, masks, offsets, shape: tuple[int, int]) -> torch.Tensor:
+def _dense(values, masks, offsets, shape: tuple[int, int], sm80: bool) -> torch.Tensor:
     """``W (N, K)``, its rows on 16 bytes, of checked bitmap tiles on a GPU."""
     n, k = shape
-    tiles = offsets.numel() - 1
-    ld = -(-k // CHUNK) * CHUNK
+    tiles, ld = offsets.numel() - 1, -(-k // CHUNK) * CHUNK
     out = torch.empty((n, ld), dtype=values.dtype, device=values.device)
-    launch(
-        values.device,
-        _DENSE,
-        f"spmm_bitmap_dense<{C_FLOATS[values.dtype]}>",
-        "PPPPqiii",
-        (values.data_ptr(), masks.data_ptr(), offsets.data_ptr(), out.data_ptr(), ld, n, k, tiles),
-        grid=-(-tiles * 32 // _BLOCK),
-        block=_BLOCK,
-    )
+    if sm80:
+        _spmm_bitmap_sm80.launch_write(values, masks, offsets, out, k)
+    else:
+        launch(
+            values.device,
+            _DENSE,
+            f"spmm_bitmap_dense<{C_FLOATS[values.dtype]}>",
+            "PPPPqiii",
+            (values.data_ptr(), masks.data_ptr(), offsets.data_ptr(), out.data_ptr(), ld, n, k, tiles),
+            grid=-(-tiles * 32 // _BLOCK),
+            block=_BLOCK,
+        )
     return out[:, :k]
 
 

@@ -53,7 +53,7 @@ def test_many_tiles(device, dtype, m, density, normal, sparse, to_numpy, assert_
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("tier", ["simt", "sm80"])
-@pytest.mark.parametrize("m", [1, 8, 64, 100])
+@pytest.mark.parametrize("m", [1, 8, 64, 100, 1000])
 def test_every_tier_and_the_same_bits_each_time(tier, m, normal, sparse, to_numpy, assert_close, assert_same_bits):
     device = torch.device("cuda", 0)
     w = sparse(300, 2000, 0.2, torch.float16)
