@@ -7,6 +7,7 @@
 // finds its largest magnitude and leaves its integers in shared memory; the block then multiplies its ROWS rows, which
 // are the 8 columns of an mma whose 16 rows are the outputs, and the warps share out K. Three blocks on a multiprocessor
 // see to it that one reads while another multiplies.
+#include "common/dependent.cuh"
 #include "common/divide.cuh"
 #include "common/numeric.cuh"
 
@@ -47,6 +48,15 @@ __global__ void __launch_bounds__(THREADS, 3) linear_int8_few_sm80(const __grid_
     const int line = (pieces | 1) * PIECE;  // an odd number of pieces: neighbouring rows lie in other banks
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
     const long long m0 = static_cast<long long>(blockIdx.x) * ROWS;
+    let_successor_start();
+    wait_for_predecessor();
+#if __CUDA_ARCH__ >= 900
+    if (threadIdx.x == 0 && m0 + WARPS < e.M) {  // the rows that come second are on their way to L2
+        const T* const second = static_cast<const T*>(e.x) + (m0 + WARPS) * e.K;
+        const int bytes = static_cast<int>(min(static_cast<long long>(ROWS - WARPS), e.M - m0 - WARPS)) * e.K * sizeof(T);
+        asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(second), "r"(bytes) : "memory");
+    }
+#endif
     const bool given = e.scale_x;
     const float fixed = given ? *e.scale_x : 0.0f;
 
@@ -86,8 +96,9 @@ __global__ void __launch_bounds__(THREADS, 3) linear_int8_few_sm80(const __grid_
                 }
             }
         };
-        if (given) store([&](float v) { return by.nearest(v); });
-        else store([&](float v) { return by.nearest_finite<false>(v); });  // nothing lies beyond the row's own maximum
+        // nothing lies beyond the row's own maximum, and a spoilt row may hold anything
+        if (!given && by.factor == 1.0f) store([&](float v) { return by.nearest_as_it_is(v); });
+        else store([&](float v) { return by.nearest(v); });
     }
     __syncthreads();
 

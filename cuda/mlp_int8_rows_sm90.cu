@@ -15,10 +15,16 @@
 //                One buffer serves all layers: it is written again when all blocks of the cluster have multiplied.
 //   pairs        of outputs 2 a and 2 a + 1 fall to one thread (the tensor map interleaves the rows of w), so that
 //                stmatrix, which moves 16 bits, writes the transposed activations.
-#include "common/rows_sm90.cuh"
+#include "common/divide.cuh"
+#include "common/wgmma.cuh"
 
 constexpr int LAYERS = 4;
 constexpr int HEAD = 64;  // rows of a last layer's weights that are loaded
+constexpr int ROW = 128;  // bytes of K in a stage and in a panel: the width of a swizzled row
+constexpr int WARPGROUP = 128, THREADS = 3 * WARPGROUP, CONSUMERS = 2 * WARPGROUP;
+constexpr int MOST_STAGES = 8;
+constexpr int LONGEST = 1024;  // elements of a row of x
+
 struct Maps { TensorMap w[LAYERS]; };
 
 struct Layer {
@@ -38,6 +44,399 @@ struct Network {
     int stages;
     int unused;
 };
+
+__device__ __forceinline__ int panels_of(int K) { return (K + ROW - 1) / ROW; }
+
+// --- instructions ---------------------------------------------------------------------------------------------------
+
+#define QSPARSE_NUMBERS_8 "%0, %1, %2, %3, %4, %5, %6, %7"
+#define QSPARSE_NUMBERS_40 \
+    QSPARSE_NUMBERS_8 ", %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, " \
+                      "%27, %28, %29, %30, %31, %32, %33, %34, %35, %36, %37, %38, %39"
+#define QSPARSE_WGMMA_S8(n, count, a_at, b_at, onto, ...) \
+    asm volatile( \
+        "{\n.reg .pred p;\nsetp.ne.b32 p, %" #onto ", 0;\n" \
+        "wgmma.mma_async.sync.aligned.m64n" #n "k32.s32.s8.s8 {" QSPARSE_NUMBERS_##count "}, %" #a_at ", %" #b_at \
+        ", p;\n}" \
+        : __VA_ARGS__ \
+        : "l"(a), "l"(b), "r"(accumulate))
+
+// d (64 x N) += a (64 x 32) · b (N x 32), as the wrappers of common/wgmma.cuh, for the N that divide a batch evenly.
+template <int N>
+__device__ __forceinline__ void wgmma_s8(int (&d)[N / 2], unsigned long long a, unsigned long long b, int accumulate) {
+    static_assert(N == 16 || N == 64 || N == 80, "a wrapper for this N is not written yet");
+    if constexpr (N == 16) QSPARSE_WGMMA_S8(16, 8, 8, 9, 10, QSPARSE_ACC8("+r", d, 0));
+    if constexpr (N == 64) wgmma<signed char, 64, 0, 0>(d, a, b, accumulate);
+    if constexpr (N == 80) QSPARSE_WGMMA_S8(80, 40, 40, 41, 42, QSPARSE_ACC32("+r", d, 0), QSPARSE_ACC8("+r", d, 32));
+}
+
+// The box at column k of w whose rows, in groups of 16, arrive as 0, 2, ..., 14, 1, 3, ..., 15; `group` is the first.
+__device__ __forceinline__ void tma_load_pairs(void* to, const TensorMap* map, unsigned long long* barrier, int k,
+                                               int group) {
+    asm volatile(
+        "cp.async.bulk.tensor.4d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%3, %4, %4, %5}], [%2];" ::"r"(
+            shared_address(to)),
+        "l"(map), "r"(shared_address(barrier)), "r"(k), "r"(0), "r"(group)
+        : "memory");
+}
+
+// Copy plain bytes to the same place in block `rank`'s shared memory, whose barrier counts them.
+__device__ __forceinline__ void bulk_send(const void* what, int bytes, unsigned long long* barrier, unsigned rank) {
+    asm volatile(
+        "cp.async.bulk.shared::cluster.shared::cta.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(
+            cluster_address(what, rank)),
+        "r"(shared_address(what)), "r"(bytes), "r"(cluster_address(barrier, rank))
+        : "memory");
+}
+
+// Raise the word at the same place in block `rank`'s shared memory to `value`.
+__device__ __forceinline__ void cluster_raise(unsigned* word, unsigned value, unsigned rank) {
+    asm volatile("red.relaxed.cluster.shared::cluster.max.u32 [%0], %1;" ::"r"(cluster_address(word, rank)), "r"(value)
+                 : "memory");
+}
+
+// Arrive on block `rank`'s barrier, and wait for one's own, so that what was written before is seen after, all over the
+// cluster: by this thread before a fence, and by those of its block that fenced before they met it at a barrier.
+__device__ __forceinline__ void cluster_fence() { asm volatile("fence.acq_rel.cluster;" ::: "memory"); }
+__device__ __forceinline__ void cluster_arrive(unsigned long long* barrier, unsigned rank) {
+    asm volatile("mbarrier.arrive.release.cluster.shared::cluster.b64 _, [%0];" ::"r"(cluster_address(barrier, rank))
+                 : "memory");
+}
+__device__ __forceinline__ void cluster_wait(unsigned long long* barrier, unsigned parity) {
+    asm volatile(
+        "{\n"
+        ".reg .pred done;\n"
+        "again:\n"
+        "mbarrier.try_wait.parity.acquire.cluster.shared::cta.b64 done, [%0], %1;\n"
+        "@!done bra again;\n"
+        "}" ::"r"(shared_address(barrier)),
+        "r"(parity)
+        : "memory");
+}
+
+// Two 8x8 matrices of 16-bit values, transposed on their way to shared memory; lane i < 16 gives the address of row
+// i % 8 of matrix i / 8.
+__device__ __forceinline__ void stmatrix_x2_transposed(void* to, unsigned a, unsigned b) {
+    asm volatile("stmatrix.sync.aligned.m8n8.x2.trans.shared.b16 [%0], {%1, %2};" ::"r"(shared_address(to)), "r"(a),
+                 "r"(b)
+                 : "memory");
+}
+
+__device__ __forceinline__ unsigned packed(unsigned a, unsigned b, unsigned c, unsigned d) {  // of their low bytes
+    return __byte_perm(__byte_perm(a, b, 0x0040), __byte_perm(c, d, 0x0040), 0x5410);
+}
+
+// --- the input --------------------------------------------------------------------------------------------------------
+
+constexpr int PIECE = 8, PIECES = LONGEST / PIECE / 32;  // elements that a lane loads at once; such pieces of a lane
+
+__device__ __forceinline__ unsigned larger(unsigned a, unsigned b) { return max(a, b & 0x7fffffffu); }
+
+// The scale of a row whose largest magnitude has these bits: its own, or a given one. NaN where a value beyond `limit`
+// spoils the row.
+__device__ __forceinline__ float scale_of(unsigned largest, bool given, float fixed, unsigned limit) {
+    float s = __fdiv_rn(__uint_as_float(largest), 127.0f);
+    if (s < 1.17549435e-38f) s = 1.0f;
+    if (given) s = fixed;
+    return largest <= limit ? s : not_a_number();
+}
+
+// What a lane holds of a row: pieces of 8 elements, 32 pieces apart.
+template <typename T> struct alignas(16) Piece { T at[PIECE]; };
+
+template <typename T> __device__ __forceinline__ unsigned largest_of(const Piece<T> (&row)[PIECES]) {
+    unsigned most = 0;  // as the bits of a magnitude: NaN above Inf above all numbers
+#pragma unroll
+    for (int i = 0; i < PIECES; ++i) {
+        const unsigned* words = reinterpret_cast<const unsigned*>(&row[i]);
+#pragma unroll
+        for (int w = 0; w < static_cast<int>(sizeof(Piece<T>)) / 4; ++w)
+            most = sizeof(T) == 4 ? larger(most, words[w]) : __vmaxu2(most, words[w] & 0x7fff7fffu);
+    }
+    if constexpr (sizeof(T) == 2) {
+        const auto half = static_cast<unsigned short>(max(most & 0xffffu, most >> 16));
+        if constexpr (is_same<T, __half>) most = __float_as_uint(__half2float(__ushort_as_half(half)));
+        else most = static_cast<unsigned>(half) << 16;
+    }
+    return __reduce_max_sync(~0u, most);
+}
+
+// Bring bytes, a multiple of 16 at a multiple of 16, into L2.
+__device__ __forceinline__ void bulk_prefetch(const void* from, int bytes) {
+    asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(from), "r"(bytes) : "memory");
+}
+
+// Quantize `count` rows of x from row m0 on, those below M, into rows `first` and following of the panels at `act`, R rows
+// each, and their scales; rows beyond M become zeros. A warp takes one row after the other, the next one on its way; the
+// first warp, which has weights to load, comes last.
+template <typename T, int R>
+__device__ __forceinline__ void quantize_rows(char* act, float* scales, const void* source, long long m0, int M, int K,
+                                              const float* given_scale, int first, int count) {
+    const T* const x = static_cast<const T*>(source) + m0 * K;
+    const int exist = static_cast<int>(max(0ll, min(static_cast<long long>(count), M - m0)));
+    const bool given = given_scale;
+    const float fixed = given ? *given_scale : 0.0f;
+    const int lane = threadIdx.x % 32, warp = (threadIdx.x / 32 + THREADS / 32 - 1) % (THREADS / 32);
+    Piece<T> next[PIECES];
+    const auto load = [&](int r) {
+#pragma unroll
+        for (int i = 0; i < PIECES; ++i) {
+            const int k = (lane + 32 * i) * PIECE;
+            next[i] = {};
+            if (r < exist && k < K) next[i] = *reinterpret_cast<const Piece<T>*>(x + static_cast<long long>(r) * K + k);
+        }
+    };
+    if (warp < count) load(warp);
+#pragma unroll 1
+    for (int r = warp; r < count; r += THREADS / 32) {
+        Piece<T> now[PIECES];
+#pragma unroll
+        for (int i = 0; i < PIECES; ++i) now[i] = next[i];
+        load(r + THREADS / 32);
+        const float s = scale_of(largest_of(now), given, fixed, 0x7f7fffffu);
+        const int row = first + r;
+        if (lane == 0) scales[row] = s;
+        const Divider by(s, -127, 127);
+        const auto store = [&](auto nearest) {
+#pragma unroll
+            for (int i = 0; i < PIECES; ++i) {
+                const int piece = lane + 32 * i;
+                if (piece * PIECE >= K) break;
+                unsigned q[PIECE];
+#pragma unroll
+                for (int e = 0; e < PIECE; ++e) q[e] = nearest(to_float(now[i].at[e]));
+                char* const to = act + piece / 16 * (R * ROW) + row * ROW + (piece / 2 % 8 ^ row % 8) * 16 + piece % 2 * 8;
+                *reinterpret_cast<uint2*>(to) =
+                    make_uint2(packed(q[0], q[1], q[2], q[3]), packed(q[4], q[5], q[6], q[7]));
+            }
+        };
+        // nothing lies beyond the row's own maximum, and a spoilt row may hold anything
+        if (!given && by.factor == 1.0f) store([&](float v) { return by.nearest_as_it_is(v); });
+        else store([&](float v) { return by.nearest(v); });
+    }
+}
+
+template <int R>
+__device__ __forceinline__ void quantize_input(char* act, float* scales, const void* x, long long m0, int M, int K,
+                                               int kind, const float* given, int first, int count) {
+    if (kind == 0) quantize_rows<float, R>(act, scales, x, m0, M, K, given, first, count);
+    else if (kind == 1) quantize_rows<__half, R>(act, scales, x, m0, M, K, given, first, count);
+    else quantize_rows<__nv_bfloat16, R>(act, scales, x, m0, M, K, given, first, count);
+}
+
+// The same rows on their way to L2, long before they are loaded.
+__device__ __forceinline__ void prefetch_input(const void* x, long long m0, int M, int K, int kind, int count) {
+    const int bytes = K * (kind == 0 ? 4 : 2);
+    const int exist = static_cast<int>(max(0ll, min(static_cast<long long>(count), M - m0)));
+    if (exist > 0) bulk_prefetch(static_cast<const char*>(x) + m0 * bytes, exist * bytes);
+}
+
+// Send the rows that a block of a cluster of C has quantized, and their scales, to the other blocks.
+template <int R, int C>
+__device__ __forceinline__ void send_input(char* act, float* scales, int panels, int rank, unsigned long long* received) {
+    constexpr int SHARE = R / C;
+    for (int i = threadIdx.x; i < (C - 1) * (panels + 1); i += THREADS) {
+        const int to = (rank + 1 + i / (panels + 1)) % C, panel = i % (panels + 1);
+        if (panel < panels) bulk_send(act + panel * (R * ROW) + rank * SHARE * ROW, SHARE * ROW, received, to);
+        else bulk_send(scales + rank * SHARE, SHARE * 4, received, to);
+    }
+}
+
+// --- products ---------------------------------------------------------------------------------------------------------
+
+// acc[i] = 64 rows of weights, those of `tile` + i, by the R rows of activations, over all of K. The ring goes on from
+// `stage` and `phase`; `release(stage)` says that this warpgroup has left one.
+template <int R, int MI, int STAGE_BYTES, class Release>
+__device__ __forceinline__ void multiply_rows(int (&acc)[MI][R / 2], const char* act, const char* ring,
+                                              unsigned long long* full, int K, int tile, int stages, int& stage,
+                                              unsigned& phase, Release release) {
+    const int whole = K / ROW, rest = (K % ROW + 31) / 32;  // of what lies beyond K nothing is multiplied
+    auto multiply = [&](int panel, int from, int to, bool fresh) {
+        const char* const ws = ring + stage * STAGE_BYTES + tile * 64 * ROW;
+        wgmma_fence();
+#pragma unroll
+        for (int kk = from; kk < to; ++kk) {
+            const auto b = wgmma_descriptor(act + panel * (R * ROW) + kk * 32, 16);
+#pragma unroll
+            for (int i = 0; i < MI; ++i)
+                wgmma_s8<R>(acc[i], wgmma_descriptor(ws + i * 64 * ROW + kk * 32, 16), b, kk > from || !fresh);
+        }
+        wgmma_commit();
+    };
+    auto next_stage = [&] {
+        if (++stage == stages) stage = 0, phase ^= 1;
+    };
+    int previous = 0;
+    for (int panel = 0; panel < whole; ++panel) {
+        mbarrier_wait(&full[stage], phase);
+        multiply(panel, 0, 4, panel == 0);
+        wgmma_wait<1>();  // the products of the previous stage are done, those of this one go on
+        if (panel > 0) release(previous);
+        previous = stage;
+        next_stage();
+    }
+    if (rest > 0) {
+        mbarrier_wait(&full[stage], phase);
+        for (int kk = 0; kk < rest; ++kk) multiply(whole, kk, kk + 1, whole + kk == 0);
+        if (whole > 0) {
+            wgmma_wait<1>();
+            release(previous);
+        }
+        previous = stage;
+        next_stage();
+    }
+    wgmma_wait<0>();
+    release(previous);
+}
+
+// What an output's sums are scaled with: of this thread's outputs first + 64 i + h, those beyond N give 0.
+template <int MI> struct Outputs {
+    float scale[MI][2], bias[MI][2];
+
+    __device__ __forceinline__ Outputs(const float* scale_w, const float* bias_w, int step_w, int first, int N) {
+#pragma unroll
+        for (int i = 0; i < MI * 2; ++i) {
+            const int n = first + i / 2 * 64 + i % 2;
+            const bool there = n < N;
+            scale[i / 2][i % 2] = there ? scale_w[n * step_w] : 0.0f;
+            bias[i / 2][i % 2] = there && bias_w ? bias_w[n] : there ? -0.0f : 0.0f;  // y + -0 is y
+        }
+    }
+};
+
+// --- hidden layers: from sums to integers again -----------------------------------------------------------------------
+
+enum NamedBarrier { MULTIPLIERS = 1 };
+
+// The values after the ReLU take their sums' places, and the largest of each row goes into `maxima`, as the bits of a
+// float: over the thread, over the lanes that hold the same rows, over the block.
+template <int R, int MI>
+__device__ __forceinline__ void scale_sums(int (&acc)[MI][R / 2], const float* scales, const Outputs<MI>& outputs,
+                                           unsigned* maxima) {
+    const int lane = threadIdx.x % 32;
+#pragma unroll
+    for (int jj = 0; jj < R / 16; ++jj) {
+        unsigned top[4];
+#pragma unroll
+        for (int jc = 0; jc < 4; jc += 2) {
+            const int j = 2 * jj + jc / 2;
+            const float2 scale = *reinterpret_cast<const float2*>(scales + 8 * j + lane % 4 * 2);
+#pragma unroll
+            for (int c = 0; c < 2; ++c) {
+                top[jc + c] = 0;
+#pragma unroll
+                for (int i = 0; i < MI; ++i) {
+#pragma unroll
+                    for (int h = 0; h < 2; ++h) {
+                        int& at = acc[i][4 * j + c + 2 * h];
+                        const float scaled = __fmul_rn(static_cast<float>(at), c ? scale.y : scale.x);
+                        // (ReLU gives +0 for -0 here, whose integer is 0 too)
+                        const float v = max_nan(__fadd_rn(__fmul_rn(scaled, outputs.scale[i][h]), outputs.bias[i][h]), 0.0f);
+                        top[jc + c] = max(top[jc + c], __float_as_uint(v));
+                        at = __float_as_int(v);
+                    }
+                }
+            }
+        }
+        // Lanes 16 and 8 apart divide the four rows among them, those 4 apart share one.
+        const bool upper = lane & 16, odd = lane & 8;
+        const unsigned a = max(upper ? top[2] : top[0], __shfl_xor_sync(~0u, upper ? top[0] : top[2], 16));
+        const unsigned b = max(upper ? top[3] : top[1], __shfl_xor_sync(~0u, upper ? top[1] : top[3], 16));
+        unsigned most = max(odd ? b : a, __shfl_xor_sync(~0u, odd ? a : b, 8));
+        most = max(most, __shfl_xor_sync(~0u, most, 4));
+        if (!(lane & 4)) atomicMax(&maxima[16 * jj + 8 * upper + lane % 4 * 2 + odd], most);
+    }
+}
+
+// Every block's maxima become those of the cluster. That all blocks have arrived also says that none of them reads its
+// activations any more. (Reductions that a barrier counts one by one are far slower.)
+template <int R, int C>
+__device__ __forceinline__ void raise_maxima(unsigned* maxima, unsigned long long* raised, int rank, unsigned parity) {
+    const int thread = threadIdx.x - WARPGROUP;
+    barrier_sync(MULTIPLIERS, CONSUMERS);
+    if constexpr (C > 1) {
+        for (int r = thread; r < R; r += CONSUMERS) {
+#pragma unroll
+            for (int other = 1; other < C; ++other) cluster_raise(&maxima[r], maxima[r], (rank + other) % C);
+        }
+        cluster_fence();
+        barrier_sync(MULTIPLIERS, CONSUMERS);
+        if (thread < C - 1) cluster_arrive(raised, (rank + 1 + thread) % C);
+        cluster_wait(raised, parity);
+    }
+}
+
+// Whether a condition holds for all threads that meet at a barrier.
+__device__ __forceinline__ bool barrier_all(int id, int threads, bool condition) {
+    int all;
+    asm volatile(
+        "{\n"
+        ".reg .pred in, out;\n"
+        "setp.ne.b32 in, %3, 0;\n"
+        "barrier.cta.red.and.pred out, %1, %2, in;\n"
+        "selp.b32 %0, 1, 0, out;\n"
+        "}"
+        : "=r"(all)
+        : "r"(id), "r"(threads), "r"(static_cast<int>(condition))
+        : "memory");
+    return all;
+}
+
+// Scales of the rows with these maxima, or `given` for all, and what dividing by them takes; the maxima are 0 again. True
+// where `Divider::nearest_as_it_is` may divide.
+template <int R>
+__device__ __forceinline__ bool rescale(float* scales, float2* dividers, unsigned* maxima, const float* given) {
+    const float fixed = given ? *given : 0.0f;
+    bool plain = !given;
+    for (int r = threadIdx.x - WARPGROUP; r < R; r += CONSUMERS) {
+        // between static layers what is infinite is clipped
+        const float scale = scale_of(maxima[r], given, fixed, given ? 0x7f800000u : 0x7f7fffffu);
+        const Divider by(scale, -127, 127);
+        plain = plain && (by.factor == 1.0f || !(scale == scale));  // a spoilt row may hold anything
+        maxima[r] = 0;
+        scales[r] = scale;
+        dividers[r] = make_float2(by.factor, by.r);
+    }
+    return barrier_all(MULTIPLIERS, CONSUMERS, plain);
+}
+
+// Quantize the values and leave them in the panels at `act`; this warpgroup's first column there is `column`.
+template <int R, int MI>
+__device__ __forceinline__ void quantize_values(const int (&acc)[MI][R / 2], const float* scales,
+                                                const float2* dividers, bool plain, char* act, int column) {
+    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32 % 4;
+    const auto store = [&](auto nearest) {
+#pragma unroll
+        for (int jj = 0; jj < R / 16; ++jj) {
+            unsigned pairs[MI][2];
+#pragma unroll
+            for (int j2 = 0; j2 < 2; ++j2) {
+                const int j = 2 * jj + j2, m = 8 * j + lane % 4 * 2;
+                Divider by[2];
+#pragma unroll
+                for (int c = 0; c < 2; ++c) by[c] = Divider(scales[m + c], dividers[m + c].x, dividers[m + c].y);
+#pragma unroll
+                for (int i = 0; i < MI; ++i) {
+                    unsigned q[4];
+#pragma unroll
+                    for (int e = 0; e < 4; ++e) q[e] = nearest(by[e % 2], __int_as_float(acc[i][4 * j + e]));
+                    pairs[i][j2] = packed(q[0], q[2], q[1], q[3]);
+                }
+            }
+            const int to_row = 16 * jj + lane % 16;
+#pragma unroll
+            for (int i = 0; i < MI; ++i) {
+                const int n = column + i * 64 + 16 * warp;
+                char* const to = act + n / ROW * (R * ROW) + to_row * ROW + (n % ROW / 16 ^ to_row % 8) * 16;
+                stmatrix_x2_transposed(to, pairs[i][0], pairs[i][1]);
+            }
+        }
+    };
+    if (plain) store([](const Divider& by, float v) { return by.nearest_as_it_is(v); });
+    else store([](const Divider& by, float v) { return by.nearest_finite<true>(v); });
+    fence_proxy_async();
+    barrier_sync(MULTIPLIERS, CONSUMERS);
+}
 
 // --- the kernel -------------------------------------------------------------------------------------------------------
 
@@ -135,8 +534,8 @@ mlp_int8_rows_sm90(const __grid_constant__ Maps maps, const __grid_constant__ Ne
             scale_sums<R, MI>(acc, scales, outputs, maxima);
             raise_maxima<R, C>(maxima, raised, rank, l & 1);
             if (C > 1 && thread == 0) mbarrier_expect_bytes(received, (C - 1) * PANEL * MI);
-            rescale<R>(scales, dividers, maxima, net.layer[l + 1].scale_x);
-            quantize_values<R, MI>(acc, scales, dividers, act, rank * SLICE + mine * MI * 64);
+            const bool plain = rescale<R>(scales, dividers, maxima, net.layer[l + 1].scale_x);
+            quantize_values<R, MI>(acc, scales, dividers, plain, act, rank * SLICE + mine * MI * 64);
             if (C > 1 && thread < C - 1) bulk_send(act + rank * MI * PANEL, MI * PANEL, received, (rank + 1 + thread) % C);
         }
 
@@ -166,12 +565,22 @@ mlp_int8_rows_sm90(const __grid_constant__ Maps maps, const __grid_constant__ Ne
                 release(stage);  // for the other warpgroup, which has nothing to do here
                 next_stage();
             }
+            float2 scale[HEAD_R / 8];  // read before anything is stored: y might be where they lie, for all the compiler knows
 #pragma unroll
-            for (int e = 0; e < HEAD_R / 2; ++e) {
-                const int n = 16 * warp + lane / 4 + e % 4 / 2 * 8, r = from + e / 4 * 8 + lane % 4 * 2 + e % 2;
-                if (n >= layer.N || r < rank * SHARE || r >= (rank + 1) * SHARE || m0 + r >= net.M) continue;
-                const float scaled = __fmul_rn(__fmul_rn(static_cast<float>(acc[e]), scales[r]), scale_w[e % 4 / 2]);
-                net.y[(m0 + r) * layer.N + n] = __fadd_rn(scaled, bias[e % 4 / 2]);
+            for (int j = 0; j < HEAD_R / 8; ++j)
+                scale[j] = *reinterpret_cast<const float2*>(scales + from + 8 * j + lane % 4 * 2);
+            const int n = 16 * warp + lane / 4, low = rank * SHARE;
+            const int high = static_cast<int>(min(low + static_cast<long long>(SHARE), net.M - m0));
+            float* const y = net.y + (m0 + from) * layer.N + n;
+            if (16 * warp < layer.N) {
+#pragma unroll
+                for (int e = 0; e < HEAD_R / 2; ++e) {
+                    const int r = e / 4 * 8 + lane % 4 * 2 + e % 2, h = e % 4 / 2;
+                    const float of_row = e % 2 ? scale[e / 4].y : scale[e / 4].x;
+                    const float scaled = __fmul_rn(__fmul_rn(static_cast<float>(acc[e]), of_row), scale_w[h]);
+                    if (n + 8 * h < layer.N && from + r >= low && from + r < high)
+                        y[r * layer.N + 8 * h] = __fadd_rn(scaled, bias[h]);
+                }
             }
         }
     }

@@ -15,6 +15,7 @@
 // A scale of a row below the smallest normal float becomes 1 (zeros quantize to zeros). A row with NaN or Inf gets a
 // NaN scale and zeros, so that whatever is computed from it is NaN, in that row alone.
 
+#include "common/dependent.cuh"
 #include "common/divide.cuh"
 #include "common/numeric.cuh"
 
@@ -140,6 +141,8 @@ quantize_rows(const T* __restrict__ x, long long ld, const float* __restrict__ g
               long long K, int mode) {
     constexpr int ROWS = THREADS < LEAST_BLOCK ? LEAST_BLOCK / THREADS : 1;
     constexpr int STEP = THREADS * VEC, SPAN = STEP * ITEMS;
+    let_successor_start();
+    wait_for_predecessor();
     const int thread = threadIdx.x % THREADS, first = thread * VEC;
     long long m = static_cast<long long>(blockIdx.x) * ROWS + threadIdx.x / THREADS;
     if (ROWS > 1) m = min(m, M - 1);  // threads beyond the last row do it once more

@@ -149,9 +149,8 @@ def int8_cases(given: Layer, compile: str, say: Callable[[str], None]) -> list[C
         eights |= willing({"cublas_fp32": pytorch.products(x, w)["cublas"]}, product_reference(x, w), _SGEMM, say)
     dense = _dense_peers(given, compile, say)
 
-    def dynamic() -> Tensor:
-        q, scale = kernels.quantize_rows(given.x)
-        return fused(q, given.qw, scale, given.scale_w, operands[-1])
+    layer = given.qw, given.scale_w, operands[-1]
+    dynamic = functools.partial(kernels.linear_int8, given.x, *layer, relu=True, out_dtype=torch.float16)
 
     side = n * k + 4 * n + 4 * n  # weights, their scales, the bias
     case = functools.partial(Case, "gemm_int8", "int8", flop=given.flop)

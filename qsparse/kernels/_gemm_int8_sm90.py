@@ -108,12 +108,15 @@ def choose(m: int, n: int, k: int, x: torch.dtype, out: torch.dtype, gpu: str, s
     near = float_configs.nearest(m, n, k, ((gpu, "int8", "nt"), ("NVIDIA H200", "int8", "nt")))
     if near is not None and replace(near, group=8) in built:
         return near
-    return _by_tiles(m, n, k, built, sms)
+    return _by_tiles(m, n, k, out, built, sms)
 
 
-def _by_tiles(m: int, n: int, k: int, built: tuple[Config, ...], sms: int) -> Config:
+def _by_tiles(m: int, n: int, k: int, out: torch.dtype, built: tuple[Config, ...], sms: int) -> Config:
     """The biggest tile that gives most multiprocessors one; where none does, a small one with K divided."""
-    if k >= 1024 and _DEEP in built and -(-m // _DEEP.bm) * -(-n // _DEEP.bn) >= 4 * sms:
+    if n <= 64 and -(-m // 64) >= sms and out.itemsize > 1:  # a head, of whose tiles most is for nothing
+        return CONFIGS[10] if k >= 2048 else CONFIGS[9]
+    deep = k >= 1024 or (out.itemsize == 1 and k >= 512)
+    if deep and _DEEP in built and -(-m // _DEEP.bm) * -(-n // _DEEP.bn) >= 4 * sms:
         return _DEEP
     whole = tuple(c for c in built if c.split == 1 and c not in _LAYER)
     config = float_configs.biggest(whole, m, n, sms)

@@ -238,6 +238,9 @@ class _Function:
         self._configs: dict[tuple, object] = {}
         self._lock = threading.Lock()
         self._shared = shared
+        # Whether it may start before the kernel that it follows has ended (common/dependent.cuh).
+        waits = "wait_for_predecessor();" in source_text(name)
+        self._waits = waits and int(re.sub(r"\D", "", _architecture(device))) >= 90
 
     def arguments(self) -> _Arguments:
         return _Arguments(self._layout, self._offsets)
@@ -258,37 +261,39 @@ class _Function:
 
     def _launch(self, key: Key, address: int) -> None:
         grid, block, stream, cluster, cooperative = key
-        if cluster == 1 and not cooperative:  # cheaper for the host than a launch with attributes
+        follows = self._waits and getattr(_following, "on", False)
+        if cluster == 1 and not (cooperative or follows):  # cheaper for the host than a launch with attributes
             self._plainly(self._pointer, grid, 1, 1, block, 1, 1, self._shared, stream, address, 0)
             return
-        (status,) = self._driver.cuLaunchKernelEx(self._configs.get(key) or self._config(key), self._handle, address, 0)
+        config = self._configs.get((*key, follows)) or self._config(key, follows)
+        (status,) = self._driver.cuLaunchKernelEx(config, self._handle, address, 0)
         if status:
             raise self._refusal(int(status))
 
     def fits(self, key: Key) -> bool:
         try:
-            config = self._configs.get(key) or self._config(key)
+            config = self._configs.get((*key, False)) or self._config(key)
         except RuntimeError:
             return False
         _bind_context(self._device)
         status, clusters = self._driver.cuOccupancyMaxActiveClusters(self._handle, config)
         return not status and clusters > 0
 
-    def _config(self, key: Key):
+    def _config(self, key: Key, follows: bool = False):
         grid, block, stream, cluster, cooperative = key
         config = self._driver.CUlaunchConfig()
         config.gridDimX, config.gridDimY, config.gridDimZ = grid, 1, 1
         config.blockDimX, config.blockDimY, config.blockDimZ = block, 1, 1
         config.sharedMemBytes = self._shared
         config.hStream = stream
-        config.attrs = self._attributes(cluster, cooperative)
+        config.attrs = self._attributes(cluster, cooperative, follows)
         config.numAttrs = len(config.attrs)
         if len(self._configs) > 4096:
             self._configs.clear()
-        self._configs[key] = config
+        self._configs[(*key, follows)] = config
         return config
 
-    def _attributes(self, cluster: int, cooperative: bool) -> list:
+    def _attributes(self, cluster: int, cooperative: bool, follows: bool) -> list:
         driver, found = self._driver, []
         if cluster > 1:
             attribute = driver.CUlaunchAttribute()
@@ -305,6 +310,11 @@ class _Function:
             attribute = driver.CUlaunchAttribute()
             attribute.id = driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_COOPERATIVE
             attribute.value.cooperative = 1
+            found.append(attribute)
+        if follows:
+            attribute = driver.CUlaunchAttribute()
+            attribute.id = driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
+            attribute.value.programmaticStreamSerializationAllowed = 1
             found.append(attribute)
         return found
 
@@ -340,8 +350,9 @@ def tensor_map(
     """A TMA descriptor of a row-major matrix for a ``__grid_constant__`` parameter (``128s``).
 
     ``stride`` is the distance between rows in elements; ``box`` is (rows, columns) of one load or store, the columns
-    spanning ``swizzle`` bytes at most: 128, 64, or 0 for rows in order. The address and the stride must be multiples of
-    16 bytes. What a load reads beyond the matrix is zero. float32 is rounded to tf32 on the way, but not ``as_it_is``.
+    spanning ``swizzle`` bytes at most: 128, 64, 32, or 0 for rows in order. The address, the stride and the columns
+    that loads begin at must be multiples of 16 bytes. What a load reads beyond the matrix is zero. float32 is rounded
+    to tf32 on the way, but not ``as_it_is``.
     """
     from cuda.bindings import driver
 
@@ -400,6 +411,22 @@ def _encoded(kind, address: int, sizes: tuple, strides: tuple, box: tuple, what:
 @functools.cache
 def _function(device: int, name: str, instance: str, formats: str, shared: int) -> _Function:
     return _Function(device, name, instance, formats, shared)
+
+
+_following = threading.local()
+
+
+@contextlib.contextmanager
+def following():
+    """Kernels launched inside may start before the one launched last has ended, if they wait for it themselves.
+
+    What they follow must have been launched on the same stream by this module, or in PyTorch's way.
+    """
+    before, _following.on = getattr(_following, "on", False), True
+    try:
+        yield
+    finally:
+        _following.on = before
 
 
 _seen: list[str] | None = None  # where `launched` notes kernels, while it does

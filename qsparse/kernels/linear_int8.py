@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import torch
 
-from qsparse.kernels import _linear_int8_few_sm80, _linear_int8_sm90
+from qsparse.kernels import _linear_int8_few_sm80
 from qsparse.kernels._face import C_FLOATS, check_same_device, check_tensor, face, rows
-from qsparse.kernels._load import multiprocessors
+from qsparse.kernels._load import following
 from qsparse.kernels.gemm_int8 import gemm_int8
 from qsparse.kernels.quantize_rows import quantize_rows
 
-SOURCES = {module.SOURCE: module.INSTANCES for module in (_linear_int8_sm90, _linear_int8_few_sm80)}
+SOURCES = {_linear_int8_few_sm80.SOURCE: _linear_int8_few_sm80.INSTANCES}
 
 
 @face(SOURCES)
@@ -43,14 +43,14 @@ def linear_int8(
     out_dtype : torch.dtype
         float32, float16 or bfloat16.
     one_launch : bool, optional
-        On a GPU, True demands the kernel that does both at once, False the two calls; None takes what is faster.
+        On a GPU, True demands the kernel that does both at once, False the two calls; None takes it where it can.
 
     Returns
     -------
     (M, N) ``out_dtype``, row-major. A row of ``x`` that holds NaN or Inf gives NaN.
 
-    One launch, in which the integers of x stay on chip, serves K that are multiples of 16: up to 4,096 with at most 16
-    outputs, from compute capability 8.0 on; up to 1,024 with N a multiple of 16, on Hopper.
+    From compute capability 8.0 on one launch serves up to 16 outputs, a network's head, of K that are multiples of 16
+    up to 4,096: ``x`` is read once and its integers stay on the chip.
     Raises TypeError and ValueError naming the argument, ValueError too where ``one_launch`` is demanded and there is
     none.
     """
@@ -61,7 +61,7 @@ def linear_int8(
     if out_dtype not in C_FLOATS:
         raise TypeError(f"out_dtype must be one of {', '.join(map(str, C_FLOATS))}, got {out_dtype}")
     if x.device.type == "cuda" and one_launch is not False:
-        y = _launch(x, w, scale_w, bias, scale_x, relu, out_dtype, one_launch)
+        y = _launch(x, w, scale_w, bias, scale_x, relu, out_dtype)
         if y is not None:
             return y
     if one_launch:
@@ -69,26 +69,20 @@ def linear_int8(
             f"one_launch is not possible for {len(x)} rows of {x.shape[1]} and {len(w)} outputs on {x.device}"
         )
     q, scale = quantize_rows(x, scale_x)
-    return gemm_int8(q, w, scale, scale_w, bias, relu=relu, out_dtype=out_dtype)
+    with following():
+        return gemm_int8(q, w, scale, scale_w, bias, relu=relu, out_dtype=out_dtype)
 
 
-def _launch(x, w, scale_w, bias, scale_x, relu, out_dtype, demanded) -> torch.Tensor | None:
-    """The layer by one kernel, or None where there is none or, unless it is ``demanded``, two are faster."""
-    tier, (m, k), n = linear_int8.tier(x.device), x.shape, w.shape[0]
-    few = demanded and tier != "simt" and n <= _linear_int8_few_sm80.OUTPUTS
-    sms = multiprocessors(x.device.index)[1]
-    config = None if few or tier != "sm90" else _linear_int8_sm90.choose(m, n, k, sms, demanded)
-    if not (few or config):
+def _launch(x, w, scale_w, bias, scale_x, relu, out_dtype) -> torch.Tensor | None:
+    """The layer by one kernel, or None where there is none."""
+    if linear_int8.tier(x.device) == "simt" or w.shape[0] > _linear_int8_few_sm80.OUTPUTS:
         return None
     x, w = rows(x), rows(w)
-    if not (_linear_int8_few_sm80 if few else _linear_int8_sm90).supports(x, w):
+    if not _linear_int8_few_sm80.supports(x, w):
         return None
-    y = torch.empty((m, n), dtype=out_dtype, device=x.device)
+    y = torch.empty((x.shape[0], w.shape[0]), dtype=out_dtype, device=x.device)
     vectors = [None if a is None else rows(a) for a in (scale_w, bias, scale_x)]
-    if few:
-        _linear_int8_few_sm80.launch_linear(x, w, *vectors, y, relu)
-    else:
-        _linear_int8_sm90.launch_linear(x, w, *vectors, y, relu, config)
+    _linear_int8_few_sm80.launch_linear(x, w, *vectors, y, relu)
     return y
 
 

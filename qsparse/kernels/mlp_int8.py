@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
+
 import torch
 
-from qsparse.kernels import _mlp_int8_row_sm90, _mlp_int8_rows_sm90, _mlp_int8_sm90, _mlp_int8_wide_sm90
+from qsparse.kernels import _mlp_int8_row_sm90, _mlp_int8_rows_sm90, _mlp_int8_sm90
 from qsparse.kernels._face import C_FLOATS, check_same_device, check_tensor, face
+from qsparse.kernels._load import following
 from qsparse.kernels.gemm_int8 import gemm_int8
 from qsparse.kernels.linear_int8 import linear_int8
 from qsparse.kernels.quantize_rows import quantize_rows
 
-HOSTS = (_mlp_int8_row_sm90, _mlp_int8_sm90, _mlp_int8_rows_sm90, _mlp_int8_wide_sm90)
+HOSTS = (_mlp_int8_row_sm90, _mlp_int8_rows_sm90, _mlp_int8_sm90)  # each takes what it is fastest at
 SOURCES = {host.SOURCE: host.INSTANCES for host in HOSTS}
 
 
@@ -50,7 +53,7 @@ def mlp_int8(x, weights, weight_scales, biases, *, input_scales=None, one_launch
     _check_layers(x, weights, weight_scales, biases, input_scales)
     layers = list(zip(weights, weight_scales, biases, input_scales, strict=True))
     if x.device.type == "cuda" and one_launch is not False and mlp_int8.tier(x.device) == "sm90":
-        for host in (_mlp_int8_row_sm90, _mlp_int8_rows_sm90, _mlp_int8_sm90):  # each takes what it is fastest at
+        for host in HOSTS:
             y = host.launch_mlp(x, layers)
             if y is not None:
                 return y
@@ -105,31 +108,22 @@ def _check_layers(x, weights, weight_scales, biases, input_scales) -> None:
 def _chain(x, layers):
     """The layers one after the other; what goes into a layer with a static scale leaves the one before as int8."""
     q = scale_x = lost = None  # lost is NaN for the rows that held NaN or Inf, which int8 cannot hold
-    following = [scale for *_, scale in layers[1:]]
-    for i, ((w, scale_w, bias, given), after) in enumerate(zip(layers[:-1], following, strict=True)):
-        if i == 0 and (first := _first(x, w, scale_w, bias, given, after)):
-            q, scale_x = first
-            lost = scale_x
-            continue
+    following_scales = [scale for *_, scale in layers[1:]]
+    with contextlib.ExitStack() as stack:
+        for (w, scale_w, bias, given), after in zip(layers[:-1], following_scales, strict=True):
+            if q is None:
+                q, scale_x = quantize_rows(x, given)
+                lost = scale_x
+            stack.enter_context(following())
+            if after is None:
+                x, q = gemm_int8(q, w, _without(lost, scale_x), scale_w, bias, relu=True), None
+            else:
+                q = gemm_int8(q, w, scale_x, scale_w, bias, relu=True, out_dtype=torch.int8, scale_y=after)
+                scale_x = after
+        w, scale_w, bias, given = layers[-1]
         if q is None:
-            q, scale_x = quantize_rows(x, given)
-            lost = scale_x
-        if after is None:
-            x, q = gemm_int8(q, w, _without(lost, scale_x), scale_w, bias, relu=True), None
-        else:
-            q = gemm_int8(q, w, scale_x, scale_w, bias, relu=True, out_dtype=torch.int8, scale_y=after)
-            scale_x = after
-    w, scale_w, bias, given = layers[-1]
-    if q is None:
-        return linear_int8(x, w, scale_w, bias, scale_x=given)
-    return gemm_int8(q, w, _without(lost, scale_x), scale_w, bias)
-
-
-def _first(x, *layer):
-    """The first layer's output, quantized for the second, where one kernel gives it; else None."""
-    if x.device.type == "cuda" and mlp_int8.tier(x.device) == "sm90":
-        return _mlp_int8_wide_sm90.launch_first(x, *layer)
-    return None
+            return linear_int8(x, w, scale_w, bias, scale_x=given)
+        return gemm_int8(q, w, _without(lost, scale_x), scale_w, bias)
 
 
 def _without(lost, scale_x):

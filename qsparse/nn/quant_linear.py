@@ -35,9 +35,8 @@ class QuantLinear(QuantizedInputLinear):
         return cls._holding(weight, weight_scale, bias, activation, input_scale)
 
     def _rows(self, x: torch.Tensor) -> torch.Tensor:
-        q, scale = kernels.quantize_rows(x, self.input_scale)
-        relu = self.activation == "relu"
-        return kernels.gemm_int8(q, self.weight, scale, self.weight_scale, self.bias, relu=relu)
+        options = {"scale_x": self.input_scale, "relu": self.activation == "relu"}
+        return kernels.linear_int8(x, self.weight, self.weight_scale, self.bias, **options)
 
     def cpu_kernel(self) -> str:
         return f"gemm_int8:cpu ({cpu_method()})"
