@@ -81,8 +81,8 @@ def _launch(x, w, scale_w, bias, scale_x, relu, out_dtype) -> torch.Tensor | Non
     if not _linear_int8_few_sm80.supports(x, w):
         return None
     y = torch.empty((x.shape[0], w.shape[0]), dtype=out_dtype, device=x.device)
-    vectors = [None if a is None else rows(a) for a in (scale_w, bias, scale_x)]
-    _linear_int8_few_sm80.launch_linear(x, w, *vectors, y, relu)
+    bias, scale_x = (None if a is None else rows(a) for a in (bias, scale_x))
+    _linear_int8_few_sm80.launch_linear(x, w, rows(scale_w), bias, scale_x, y, relu)
     return y
 
 
