@@ -1,6 +1,7 @@
 """Climb the ladder on several networks, and measure the time to an accuracy; write the rows and README's tables.
 
     python experiments/03_training_ladder/run.py            # on a GPU, some two minutes
+    python experiments/03_training_ladder/run.py --only cpu # the CPU's rungs, anywhere
     python experiments/03_training_ladder/run.py --table    # the tables again, from the rows that there are
 
 Exits with 1 when a backend's losses are not PyTorch's, or when a recipe misses its accuracy.
@@ -29,7 +30,8 @@ from qsparse.train.fit import evaluate
 from qsparse.train.ladder import ladder
 
 HERE = Path(__file__).resolve().parent
-ROWS, ACCURACY_ROWS, README = HERE / "rows.jsonl", HERE / "accuracy.jsonl", HERE / "README.md"
+ROWS, ACCURACY_ROWS, CPU_ROWS = HERE / "rows.jsonl", HERE / "accuracy.jsonl", HERE / "cpu.jsonl"
+README = HERE / "README.md"
 SEEDS = range(5)
 NETWORKS = (((256,), 64, SEEDS), ((320, 160), 64, [0]), ((1024, 1024), 256, [0]), ((256,), 4096, [0]))
 """Hidden layers, batch, and the seeds that are trained."""
@@ -152,6 +154,19 @@ def accuracy_table(rows: list[dict[str, Any]]) -> str:
     return "\n".join((*lines, "", _where(rows)))
 
 
+def cpu_table(rows: list[dict[str, Any]]) -> str:
+    """A line for each rung of the CPU."""
+    if not rows:
+        return "Not measured yet."
+    lines = ["| rung | epoch, s | to `torch` | accuracy |", "| --- | ---: | ---: | ---: |"]
+    for row in rows:
+        time = "wrong | wrong" if row["epoch_s"] is None else f"{row['epoch_s']:.2f} | {row['ratio']:.2f}x"
+        lines.append(f"| `{row['backend']}` | {time} | {row['accuracy']:.2%} |")
+    first = rows[0]
+    where = f"{first['cpu']}, {first['threads']} threads, PyTorch {first['torch']}, {first['date'][:10]}."
+    return "\n".join((*lines, "", f"784-256-10, batch 64. {where}"))
+
+
 def _where(rows: list[dict[str, Any]]) -> str:
     first = rows[0]
     return f"{first['gpu']}, PyTorch {first['torch']}, CUDA {first['cuda']}, {first['date'][:10]}."
@@ -168,7 +183,12 @@ def _write(path: Path, rows: list[dict[str, Any]]) -> None:
 def publish() -> None:
     """Write the tables into README, between their marks."""
     text = README.read_text()
-    for name, table in (("ladder", ladder_table(_read(ROWS))), ("accuracy", accuracy_table(_read(ACCURACY_ROWS)))):
+    tables = {
+        "ladder": ladder_table(_read(ROWS)),
+        "accuracy": accuracy_table(_read(ACCURACY_ROWS)),
+        "cpu": cpu_table(_read(CPU_ROWS)),
+    }
+    for name, table in tables.items():
         begin, end = f"<!-- {name}: written by run.py -->", f"<!-- end of {name} -->"
         head, rest = text.split(begin)
         text = f"{head}{begin}\n\n{table}\n\n{end}{rest.split(end)[1]}"
@@ -178,24 +198,29 @@ def publish() -> None:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--table", action="store_true", help="only the tables, from the rows")
-    parser.add_argument("--only", choices=("ladder", "accuracy"), help="measure one of the two")
+    parser.add_argument("--only", choices=("ladder", "accuracy", "cpu"), help="measure one of them")
     given = parser.parse_args()
     if given.table:
         publish()
         return 0
     try:
-        device = resolve_device("cuda")
         dataset = data.load("mnist", 0)
+        device = resolve_device("cpu" if given.only == "cpu" else "cuda")
     except UserError as error:
         print(f"Error: {error}", file=sys.stderr)
         return 2
     failed = []
-    if given.only != "accuracy":
+    if given.only == "cpu":
+        rows = ladder(dataset, TrainConfig(epochs=2), rounds=3, say=lambda _: None, device="cpu").rows
+        _write(CPU_ROWS, rows)
+        print(cpu_table(rows))
+        failed += [f"WRONG: {row['backend']}" for row in rows if row["epoch_s"] is None]
+    if given.only in (None, "ladder"):
         rows = climb(dataset)
         _write(ROWS, rows)
         print(ladder_table(rows))
         failed += [f"WRONG: {row['backend']} {row['sizes']}" for row in rows if row["epoch_s"] is None]
-    if given.only != "ladder":
+    if given.only in (None, "accuracy"):
         there = dataset.to(device)
         time_to_accuracy(there, RECIPES[0], seed=0)  # compiles
         rows = [time_to_accuracy(there, recipe, seed) for recipe in RECIPES for seed in SEEDS]
