@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import weakref
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
@@ -50,3 +53,32 @@ def expand(values: Tensor, metadata: Tensor, k: int) -> Tensor:
     arguments = (values.data_ptr(), ldv, metadata.data_ptr(), ldm, dense.data_ptr(), dense.shape[1], n, width // 8)
     launch(values.device, source, instance, "PqPqPqqi", arguments, grid=-(-n * (width // 8) // _BLOCK), block=_BLOCK)
     return dense[:, :k]
+
+
+def on_boundaries(a: Tensor) -> Tensor:
+    """``a`` (R, C) with contiguous rows that begin on 16-byte boundaries, as the copy engine reads them."""
+    a, _, ld = matrix(a, k_major=True)
+    size = a.element_size()
+    if a.data_ptr() % 16 == ld * size % 16 == 0:
+        return a
+    copy = torch.zeros((a.shape[0], -(-a.shape[1] * size // 16) * 16 // size), dtype=a.dtype, device=a.device)
+    copy[:, : a.shape[1]] = a
+    return copy[:, : a.shape[1]]
+
+
+_kept: dict[tuple, tuple] = {}
+
+
+def kept(a: Tensor, make: Callable[..., Tensor], *arguments: int) -> Tensor:
+    """``make(a, *arguments)`` of weights: made once, and kept as long as ``a`` lives and stays as it is."""
+    key = id(a), make, *arguments
+    whose, version, found = _kept.get(key, (None, None, None))
+    if whose is not None and whose() is a and version == a._version:
+        return found
+    found = make(a, *arguments)
+    # An inference tensor does not count its changes, and a graph's memory is its own.
+    if found is not a and not a.is_inference() and not (a.is_cuda and torch.cuda.is_current_stream_capturing()):
+        if a.is_cuda:
+            torch.cuda.current_stream(a.device).synchronize()  # the next call may be on another stream
+        _kept[key] = weakref.ref(a, lambda _: _kept.pop(key, None)), a._version, found
+    return found

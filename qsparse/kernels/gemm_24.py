@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import torch
 
-from qsparse.kernels import _two_four
-from qsparse.kernels._face import C_FLOATS, check_same_device, check_tensor, face
+from qsparse.kernels import _gemm_24_sm80, _gemm_24_sm90, _gemm_24_tiers, _two_four
+from qsparse.kernels._face import C_FLOATS, check_same_device, check_tensor, face, rows
 from qsparse.kernels.gemm import gemm
 
-SOURCES = {_two_four.SOURCE: _two_four.INSTANCES}
+SOURCES = {
+    _two_four.SOURCE: _two_four.INSTANCES,
+    _gemm_24_sm80.SOURCE: _gemm_24_sm80.INSTANCES,
+    _gemm_24_sm90.SOURCE: _gemm_24_sm90.INSTANCES,
+}
 
 
 @face(SOURCES)
@@ -29,7 +33,7 @@ def gemm_24(x, values, metadata, bias=None, *, relu: bool = False, out_dtype=Non
         Replace negative outputs by zero; NaN stays NaN.
     out_dtype : dtype of ``x`` (the default), or float32
     tier : str, optional
-        "simt": take no other, for tests and measurements.
+        "simt", "sm80" or "sm90": take no other, for tests and measurements.
 
     Returns
     -------
@@ -52,8 +56,11 @@ def gemm_24(x, values, metadata, bias=None, *, relu: bool = False, out_dtype=Non
     if out_dtype not in (x.dtype, torch.float32):
         raise TypeError(f"out_dtype must be the dtype of x ({x.dtype}) or torch.float32, got {out_dtype}")
     check_same_device(x, values=values, metadata=metadata, bias=bias)
-    if tier not in (None, "simt"):
-        raise ValueError(f"tier {tier!r} is not possible for these arrays on this GPU; simt are")
+    chosen = _gemm_24_tiers.pick(tier, gemm_24.tier(x.device), x, n, out_dtype)
+    if chosen is not None:
+        y = torch.empty((len(x), n), dtype=out_dtype, device=x.device)
+        chosen.launch_gemm(x, values, metadata, y, (None if bias is None else rows(bias), relu))
+        return y
     return gemm(x, _two_four.expand(values, metadata, x.shape[1]), bias, relu=relu, out_dtype=out_dtype)
 
 

@@ -13,7 +13,9 @@ import sys
 import torch
 
 from qsparse import kernels
-from qsparse.kernels import _gemm_sm90, _load, _mlp_int8_sm90
+from qsparse.kernels import _gemm_24_sm90, _gemm_single_sm90, _gemm_sm90, _load, _mlp_int8_sm90
+from qsparse.sparse import compress_24
+from qsparse.sparse.bitmap_tiles import to_bitmap_tiles
 
 DEVICE = torch.device("cuda", 0)
 
@@ -40,7 +42,7 @@ def dense() -> None:
     kernels.gemm(normal(1024, 520), normal(640, 520), precision="highest")
     if kernels.gemm.tier(DEVICE) == "sm90":
         x, w, bias = (normal(*size, dtype=torch.float16) for size in ((264, 328), (392, 328), (392,)))
-        for config in _gemm_sm90.CONFIGS:
+        for config in (*_gemm_sm90.CONFIGS, *_gemm_single_sm90.CONFIGS):
             _gemm_sm90.run(config, x, w, bias, True)
 
 
@@ -95,6 +97,26 @@ def sparse() -> None:
     for m in (1, 9, 40):
         kernels.spmm_csr(normal(m, 50), *arrays, normal(37), shape=w.shape, relu=True)
         kernels.spmm_coo(normal(m, 50), arrays[0], rows, cols, normal(37), shape=w.shape)
+    for n, k in ((37, 50), (300, 1000)):
+        w = normal(n, k, dtype=torch.float16)
+        tiles = to_bitmap_tiles(w, w > 0.5)
+        for m, tier in itertools.product((1, 9, 20, 64), {"simt", kernels.spmm_bitmap.tier(DEVICE)}):
+            kernels.spmm_bitmap(normal(m, k, dtype=torch.float16), *tiles, shape=(n, k), relu=True, tier=tier)
+
+
+def two_of_four() -> None:
+    for m, n, k in ((72, 136, 192), (300, 10, 784), (5, 7, 9), (16, 264, 1000)):
+        w = normal(n, k) * (torch.arange(k, device=DEVICE) % 4 % 3 == 0)
+        values, metadata = compress_24(w.half())
+        x, q, scale = normal(m, k, dtype=torch.float16), *kernels.quantize_rows(normal(m, k))
+        kept = (values * 32).to(torch.int8)
+        for tier, out_dtype in itertools.product(("simt", "sm80", None), (torch.float16, torch.float32)):
+            if tier != "sm80" or (k % 32 == 0 and kernels.gemm_24.tier(DEVICE) != "simt"):
+                kernels.gemm_24(x, values, metadata, normal(n, dtype=torch.float16), out_dtype=out_dtype, tier=tier)
+                kernels.gemm_int8_24(q, kept, metadata, scale, None, normal(n), out_dtype=out_dtype, tier=tier)
+        for config in _gemm_24_sm90.CONFIGS if kernels.gemm_24.tier(DEVICE) == "sm90" else ():
+            y = torch.empty((m, n), dtype=torch.float16, device=DEVICE)
+            _gemm_24_sm90.launch_gemm(x, values, metadata, y, (None, True), config)
 
 
 def training() -> None:
@@ -113,7 +135,7 @@ def training() -> None:
 
 def main() -> int:
     with _load.launched() as launches:
-        for part in (dense, quantized, weight_only, networks, sparse, training):
+        for part in (dense, quantized, weight_only, networks, sparse, two_of_four, training):
             part()
         torch.cuda.synchronize()
     print(f"{len(launches)} launches of {len({launch.partition(':')[0] for launch in launches})} sources")

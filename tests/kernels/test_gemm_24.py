@@ -6,10 +6,28 @@ import pytest
 import torch
 
 from qsparse import kernels
+from qsparse.kernels import _gemm_24_sm80, _gemm_24_sm90, _load, _two_four
+from qsparse.kernels._gemm_24_sm90 import Config
 from qsparse.oracles.gemm_24 import gemm_24 as oracle
 from qsparse.sparse import compress_24
 
 DTYPES = (torch.float16, torch.bfloat16)
+
+
+TIERS = ("simt", "sm80", "sm90")  # worst first
+
+
+@pytest.fixture(params=["cpu", *(pytest.param(tier, marks=pytest.mark.gpu) for tier in TIERS)])
+def device(request, monkeypatch) -> torch.device:
+    """The CPU, and the GPU once a tier: the best that may be taken; what it does not take goes to a lower one."""
+    if request.param == "cpu":
+        return torch.device("cpu")
+    device = torch.device("cuda", 0)
+    best = kernels.gemm_24.tier(device)
+    if TIERS.index(request.param) > TIERS.index(best):
+        pytest.skip(f"this GPU's best tier is {best}")
+    monkeypatch.setattr(kernels.gemm_24, "tier", lambda device: request.param)
+    return device
 
 
 def two_of_four(n, k, normal, dtype=torch.float16, density=1.0):
@@ -119,6 +137,90 @@ def test_refuses_what_does_not_fit(device, normal):
         kernels.gemm_24(x, values, metadata, out_dtype=torch.bfloat16)
     with pytest.raises(ValueError, match="tier 'sm70' is not possible"):
         kernels.gemm_24(x, values, metadata, tier="sm70")
+
+
+SM90_CONFIGS = sorted({*_gemm_24_sm90.CONFIGS, *_gemm_24_sm90.FEW}, key=str)
+CONFIGS = [*((_gemm_24_sm80, config) for config in _gemm_24_sm80.CONFIGS), *((_gemm_24_sm90, c) for c in SM90_CONFIGS)]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("module", "config"), CONFIGS, ids=str)
+def test_every_configuration(module, config, normal, assert_close, to_numpy):
+    """Whole tiles, parts of them, more tiles than blocks, K shorter and longer than the pipeline, rows off 16 bytes."""
+    device = torch.device("cuda", 0)
+    tier = _load.tier_of(module.SOURCE)
+    if TIERS.index(tier) > TIERS.index(kernels.gemm_24.tier(device)):
+        pytest.skip(f"this GPU has no {tier} tier")
+    shapes = [(1, 8, 32), (512, 512, 512), (257, 136, 96), (100, 77, 1056), (1500, 1160, 96), (3000, 2056, 64)]
+    if tier == "sm90":
+        shapes += [(257, 136, 40), (100, 77, 1032), (64, 64, 8)]
+    for m, n, k in shapes:
+        x, bias = normal(m, k, dtype=torch.float16, device=device), normal(n, dtype=torch.float16, device=device)
+        w, values, metadata = (a.to(device) for a in two_of_four(n, k, normal))
+        y = torch.full((m, n), torch.nan, dtype=torch.float16, device=device)
+        module.launch_gemm(x, values, metadata, y, (bias, False), config)
+        assert_close(y, (x.double() @ w.double().t() + bias.double()).cpu().numpy())
+
+
+@pytest.mark.gpu
+def test_the_tensor_cores_are_taken_where_they_can_be(normal):
+    device = torch.device("cuda", 0)
+    if kernels.gemm_24.tier(device) != "sm90":
+        pytest.skip("this GPU has no sm90 tier")
+    for k in (7, 8, 64, 783, 784):
+        _, values, metadata = (a.to(device) for a in two_of_four(24, k, normal))
+        with _load.launched() as launches:
+            kernels.gemm_24(normal(20, k, dtype=torch.float16, device=device), values, metadata)
+        assert [_load.tier_of(launch.partition(":")[0]) for launch in launches] == ["sm90"]
+    x = normal(20, 784, device=device)
+    with pytest.raises(ValueError, match="tier 'sm90' is not possible for these arrays on this GPU; simt are"):
+        kernels.gemm_24(x, values.float(), metadata, tier="sm90")
+    x, values, metadata = (a.to(device) for a in (normal(20, 64).half(), *two_of_four(24, 64, normal)[1:]))
+    for tier, source in (("sm80", "gemm_24_sm80.cu"), ("simt", "gemm_24.cu")):
+        with _load.launched() as launches:
+            kernels.gemm_24(x, values, metadata, tier=tier)
+        assert launches[0].partition(":")[0] == source
+
+
+def test_what_is_made_of_weights_is_kept_while_they_are_the_same(device):
+    def padded(a):
+        return _two_four.kept(a, _two_four.on_boundaries)
+
+    a = torch.arange(3 * 98, dtype=torch.uint8, device=device).view(3, 98)
+    first = padded(a)
+    assert first.stride(0) % 16 == 0
+    assert torch.equal(first, a)
+    assert padded(a) is first
+    a[1, 3] = 7
+    assert torch.equal(padded(a), a)
+    with torch.inference_mode():
+        b = torch.zeros((3, 98), dtype=torch.uint8, device=device)
+        for value in (1, 2):
+            b.fill_(value)
+            assert torch.equal(padded(b), b)
+    whole = torch.zeros((3, 32), dtype=torch.uint8, device=device)
+    assert padded(whole) is whole
+    key = id(a), _two_four.on_boundaries
+    assert key in _two_four._kept
+    del a
+    assert key not in _two_four._kept
+
+
+def test_configurations_fit_hopper():
+    for config in SM90_CONFIGS:
+        assert config.shared(2, 8) <= 227 * 1024
+    for config in _gemm_24_sm90.FEW:
+        assert config.shared(4, 8) <= 227 * 1024
+    for wrong, why in (
+        ({"bo": 128, "bb": 256, "consumers": 2, "stages": 6}, "bytes of shared memory"),
+        ({"bo": 96, "bb": 256, "consumers": 1, "stages": 2}, "divide the tile"),
+        ({"bo": 256, "bb": 256, "consumers": 2, "stages": 2}, "cannot hold its share"),
+        ({"bo": 64, "bb": 16, "consumers": 1, "stages": 2, "co": 4}, "cannot divide the loads"),
+        ({"bo": 64, "bb": 64, "consumers": 1, "stages": 2, "co": 2, "split": 2}, "either splits K or shares loads"),
+        ({"bo": 64, "bb": 128, "consumers": 1, "stages": 1, "split": 2}, "partial sums do not fit"),
+    ):
+        with pytest.raises(ValueError, match=why):
+            Config(**wrong)
 
 
 @pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated:DeprecationWarning")

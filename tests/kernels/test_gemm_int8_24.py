@@ -13,6 +13,22 @@ from qsparse.sparse import compress_24
 SHAPES = [(1, 10, 784), (17, 64, 64), (64, 256, 784), (130, 200, 1024), (300, 129, 2056), (257, 520, 129), (5, 7, 3)]
 
 
+TIERS = ("simt", "sm80", "sm90")  # worst first
+
+
+@pytest.fixture(params=["cpu", *(pytest.param(tier, marks=pytest.mark.gpu) for tier in TIERS)])
+def device(request, monkeypatch) -> torch.device:
+    """The CPU, and the GPU once a tier: the best that may be taken; what it does not take goes to a lower one."""
+    if request.param == "cpu":
+        return torch.device("cpu")
+    device = torch.device("cuda", 0)
+    best = kernels.gemm_int8_24.tier(device)
+    if TIERS.index(request.param) > TIERS.index(best):
+        pytest.skip(f"this GPU's best tier is {best}")
+    monkeypatch.setattr(kernels.gemm_int8_24, "tier", lambda device: request.param)
+    return device
+
+
 def two_of_four(n, k, integers):
     """A random int8 (N, K) matrix of which every four neighbouring columns keep two at most, dense and compressed."""
     generator = torch.Generator().manual_seed(n + k)
