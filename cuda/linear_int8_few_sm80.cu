@@ -38,7 +38,7 @@ __device__ __forceinline__ void mma(int (&d)[4], unsigned a0, unsigned a1, unsig
 template <typename T> struct alignas(16) Vector { T at[16 / sizeof(T)]; };
 
 // ITEMS vectors of 16 bytes in each lane hold a row.
-template <typename T, int ITEMS>
+template <typename T, int ITEMS, bool AHEAD>
 __global__ void __launch_bounds__(THREADS, 3) linear_int8_few_sm80(const __grid_constant__ Head e) {
     constexpr int VEC = 16 / sizeof(T);
     extern __shared__ __align__(16) unsigned char shared[];
@@ -50,13 +50,6 @@ __global__ void __launch_bounds__(THREADS, 3) linear_int8_few_sm80(const __grid_
     const long long m0 = static_cast<long long>(blockIdx.x) * ROWS;
     let_successor_start();
     wait_for_predecessor();
-#if __CUDA_ARCH__ >= 900
-    if (threadIdx.x == 0 && m0 + WARPS < e.M) {  // the rows that come second are on their way to L2
-        const T* const second = static_cast<const T*>(e.x) + (m0 + WARPS) * e.K;
-        const int bytes = static_cast<int>(min(static_cast<long long>(ROWS - WARPS), e.M - m0 - WARPS)) * e.K * sizeof(T);
-        asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(second), "r"(bytes) : "memory");
-    }
-#endif
     const bool given = e.scale_x;
     const float fixed = given ? *e.scale_x : 0.0f;
 
@@ -76,6 +69,11 @@ __global__ void __launch_bounds__(THREADS, 3) linear_int8_few_sm80(const __grid_
 #pragma unroll
             for (int v = 0; v < VEC; ++v) largest = max(largest, __float_as_uint(to_float(row[i].at[v])) & 0x7fffffffu);
         largest = __reduce_max_sync(~0u, largest);
+        if (AHEAD && r + WARPS < ROWS && m0 + r + WARPS < e.M) {  // this row has come: the next one sets out
+#pragma unroll 1
+            for (int at = lane * 128; at < e.K * static_cast<int>(sizeof(T)); at += 32 * 128)
+                asm volatile("prefetch.global.L2 [%0];" ::"l"(reinterpret_cast<const char*>(x + WARPS * e.K) + at));
+        }
         float s = __fdiv_rn(__uint_as_float(largest), 127.0f);
         if (s < 1.17549435e-38f) s = 1.0f;
         if (given) s = fixed;

@@ -13,7 +13,7 @@ from qsparse.kernels.gemm_int8 import gemm_int8
 from qsparse.kernels.linear_int8 import linear_int8
 from qsparse.kernels.quantize_rows import quantize_rows
 
-HOSTS = (_mlp_int8_row_sm90, _mlp_int8_rows_sm90, _mlp_int8_sm90)  # each takes what it is fastest at
+HOSTS = (_mlp_int8_rows_sm90, _mlp_int8_row_sm90, _mlp_int8_sm90)  # each takes what it is fastest at
 SOURCES = {host.SOURCE: host.INSTANCES for host in HOSTS}
 
 
