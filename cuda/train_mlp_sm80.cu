@@ -16,7 +16,7 @@
 //                        that they are rounded from are kept beside them.
 // Tiles are multiplied by common/sm80_tile.cuh. Everything is summed in a fixed order: two runs give the same bits.
 
-#include "common/halves.cuh"
+#include "common/phases.cuh"
 #include "common/sm80_tile.cuh"
 
 constexpr int THREADS = 128, WARPS = THREADS / WARP;
@@ -38,36 +38,8 @@ struct Layer {
     long long gradient;   // of the halves of the loss's gradient by its output before the ReLU, (batch, line(outputs))
 };
 
-// A matrix in halves: PARTS matrices, one behind the other.
-struct Halves {
-    Half* data;
-    int ld;
-    long long part;  // distance between the parts
-};
-
 // Lines hold one more column and whole chunks of 16 bytes.
 __host__ __device__ constexpr int line(long long width) { return static_cast<int>((width + 8) / 8 * 8); }
-
-template <int PARTS, typename T>
-__device__ __forceinline__ void put(Halves to, long long row, int column, float a, float b) {
-    unsigned parts[PARTS];
-    split<PARTS, T>(a, b, parts);
-    for (int part = 0; part < PARTS; ++part)
-        *reinterpret_cast<unsigned*>(to.data + part * to.part + row * to.ld + column) = parts[part];
-}
-
-// All blocks have come here, and see what the others wrote before. `arrived` counts up from 0 all the launch long.
-__device__ __forceinline__ void grid_barrier(unsigned* arrived, unsigned& target) {
-    __syncthreads();
-    target += gridDim.x;
-    if (threadIdx.x == 0) {
-        asm volatile("red.release.gpu.global.add.u32 [%0], 1;" ::"l"(arrived) : "memory");
-        unsigned seen;
-        do asm volatile("ld.acquire.gpu.global.u32 %0, [%1];" : "=r"(seen) : "l"(arrived) : "memory");
-        while (static_cast<int>(seen - target) < 0);  // both may wrap
-    }
-    __syncthreads();
-}
 
 // f(row, column, value, next column's value, before) for all of x · wᵀ (M, N), N even, where `before` is what
 // prepare(row, column) loaded, for many at once: f's stores would keep later loads waiting. `turn` is this block's next

@@ -23,7 +23,7 @@
 //   PARTS, T               how many halves stand for a float, see common/halves.cuh.
 // Everything is summed in a fixed order: two runs give the same bits.
 
-#include "common/halves.cuh"
+#include "common/pixels.cuh"
 #include "common/sm90.cuh"
 
 constexpr int WARP = 32;
@@ -53,19 +53,6 @@ template <int PARTS> struct Shared {
     int labels[STAGES + 1][ROWS];
     unsigned long long images_full[STAGES], logits_full, d_logits_full;
 };
-
-// Two of four bytes, chosen by SELECT, as exact halves. In bfloat16, where nothing is subtracted, 0x4300 | p is 128 + p
-// and, from 128 on, 2 p.
-template <typename T, int SELECT> __device__ __forceinline__ unsigned pixels(unsigned bytes, __half2 zero) {
-    if constexpr (is_same<T, __half>) {
-        return bits(__hsub2(half2_of(__byte_perm(bytes, 0x64646464, SELECT)), zero));
-    } else {
-        const unsigned v = __byte_perm(bytes, 0x43434343, SELECT);
-        const auto p = *reinterpret_cast<const __nv_bfloat162*>(&v);
-        const auto half = __float2bfloat162_rn(0.5f), border = __float2bfloat162_rn(128.0f);
-        return bits(__hsub2(p, __hmax2(__hmul2(p, half), border)));
-    }
-}
 
 struct Rule {
     float momentum, weight_decay;

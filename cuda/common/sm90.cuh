@@ -159,6 +159,12 @@ __device__ __forceinline__ unsigned cluster_address(const void* p, unsigned rank
     return remote;
 }
 
+// Store into another block's shared memory; a barrier of the cluster orders it.
+__device__ __forceinline__ void cluster_store(unsigned to, float4 v) {
+    asm volatile("st.shared::cluster.v4.f32 [%0], {%1, %2, %3, %4};" ::"r"(to), "f"(v.x), "f"(v.y), "f"(v.z), "f"(v.w)
+                 : "memory");
+}
+
 // Store into another block's shared memory, without waiting; the barrier there counts the bytes as they arrive.
 __device__ __forceinline__ void cluster_send(unsigned to, float a, float b, unsigned barrier) {
     asm volatile("st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.v2.f32 [%0], {%1, %2}, [%3];" ::"r"(to),

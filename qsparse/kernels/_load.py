@@ -277,7 +277,8 @@ class _Function:
             return False
         _bind_context(self._device)
         status, clusters = self._driver.cuOccupancyMaxActiveClusters(self._handle, config)
-        return not status and clusters > 0
+        grid, _, _, cluster, cooperative = key
+        return not status and clusters >= (grid // cluster if cooperative else 1)
 
     def _config(self, key: Key, follows: bool = False):
         grid, block, stream, cluster, cooperative = key

@@ -26,7 +26,7 @@ def instance(precision: str, momentum: bool) -> str:
 INSTANCES = tuple(itertools.starmap(instance, itertools.product(PARTS, (False, True))))
 
 
-def supports(images, parameters, velocities, mask, sizes: tuple[int, ...], batch: int) -> bool:
+def supports(images, parameters, velocities, mask, sizes: tuple[int, ...], batch: int, precision: str) -> bool:
     """Whether the kernel takes them: sizes, and arrays that start on 16 bytes."""
     if len(sizes) != 3 or mask is not None or batch > _BATCH:
         return False

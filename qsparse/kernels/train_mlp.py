@@ -7,14 +7,15 @@ import math
 
 import torch
 
-from qsparse.kernels import _train_mlp_sm80, _train_mlp_sm90
+from qsparse.kernels import _train_mlp_grid_sm90, _train_mlp_sm80, _train_mlp_sm90, _train_mlp_two_sm90
 from qsparse.kernels._face import check_same_device, check_tensor, face
 from qsparse.kernels.bias_relu_grad import bias_relu_grad
 from qsparse.kernels.gemm import gemm
 from qsparse.kernels.sgd import sgd
 from qsparse.kernels.softmax_cross_entropy import softmax_cross_entropy
 
-SOURCES = {each.SOURCE: each.INSTANCES for each in (_train_mlp_sm80, _train_mlp_sm90)}
+_HOPPER = (_train_mlp_sm90, _train_mlp_two_sm90, _train_mlp_grid_sm90)  # the first that takes a network is the fastest
+SOURCES = {each.SOURCE: each.INSTANCES for each in (_train_mlp_sm80, *_HOPPER)}
 
 
 @face(SOURCES, in_place=("parameters", "velocities"))
@@ -71,9 +72,12 @@ def train_mlp(
     -------
     (rows,) float32: the loss of each row's image in nats, before its step
 
-    ``sm90`` takes all steps in one launch of one cluster, with sizes ``(784, H, C)``, H <= 256, C <= 16, ``batch`` at
-    most 64 and no mask; ``sm80`` takes them in one launch of the whole grid, with at most 16 classes. Everything else
-    is a launch a product, by this package's other kernels.
+    All steps are one launch, with at most 16 classes. ``sm90`` takes networks ``(784, H, C)``, H <= 256, with ``batch``
+    <= 64 by one cluster; ``(784, H, G, C)``, H <= 512 and G <= 160, too, in precision "high" and without momentum; and
+    others by the whole grid, with ``batch`` <= 1024, where its shared memory holds the weights: 128 tiles of 128 x 128.
+    It takes no mask.
+    ``sm80`` takes everything else by the whole grid. More classes are a launch a product, by this package's other
+    kernels.
 
     Raises TypeError for another dtype; ValueError for shapes that do not fit, or a ``tier`` that cannot be had.
 
@@ -112,13 +116,17 @@ def train_mlp(
     best = train_mlp.tier(images.device)
     if best in ("sm80", "sm90") and _train_mlp_sm80.supports(parameters, sizes):
         possible.insert(0, "sm80")
-    small = best == "sm90" and _train_mlp_sm90.supports(images, parameters, velocities, mask, sizes, batch)
-    if small and _train_mlp_sm90.fits(images.device.index, precision, velocities is not None):
+    hopper = None
+    if best == "sm90":
+        given = images, parameters, velocities, mask, sizes, batch, precision
+        device = images.device.index, precision, velocities is not None
+        hopper = next((each for each in _HOPPER if each.supports(*given) and each.fits(*device)), None)
+    if hopper:
         possible.insert(0, "sm90")
     if tier is not None and tier not in possible:
         raise ValueError(f"tier {tier!r} is not possible for this network on this device; {', '.join(possible)} are")
     if len(order):
-        launch = {"sm90": _train_mlp_sm90.launch, "sm80": _train_mlp_sm80.launch, "simt": _by_layers}
+        launch = {"sm90": hopper and hopper.launch, "sm80": _train_mlp_sm80.launch, "simt": _by_layers}
         options = {"momentum": momentum, "weight_decay": weight_decay}
         arrays = images, labels, order, rates, parameters, velocities, mask, losses
         launch[tier or possible[0]](*arrays, sizes, batch, scale, shift, options, precision)

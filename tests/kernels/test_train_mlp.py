@@ -8,8 +8,10 @@ import torch
 
 from qsparse import kernels
 from qsparse.kernels import _load
+from qsparse.kernels import _train_mlp_grid_sm90 as grid
 from qsparse.kernels import _train_mlp_sm80 as sm80
 from qsparse.kernels import _train_mlp_sm90 as sm90
+from qsparse.kernels import _train_mlp_two_sm90 as two
 from qsparse.oracles.train_mlp import train_mlp as oracle
 
 RECIPES = [{}, {"weight_decay": 0.01}, {"momentum": 0.5, "weight_decay": 0.1}]
@@ -85,10 +87,11 @@ def place(request) -> dict:
 
 
 SMALL = [((784, 256, 10), 64), ((784, 1, 10), 10), ((784, 37, 16), 33), ((784, 250, 2), 64), ((784, 16, 3), 2)]
+GRID = [((784, 300, 10), 128), ((784, 300, 200, 130, 16), 100), ((784, 700, 400, 3), 70), ((13, 7, 9, 1), 33)]
 ANY = [((784, 10), 32), ((784, 48, 33, 20, 10), 32), ((13, 7, 9, 3), 7), ((784, 300, 10), 128), ((784, 64, 10), 1000)]
 CASES = [
     *(("cpu", *case) for case in (*SMALL, *ANY, ((20, 30, 17), 30))),
-    *(pytest.param("sm90", *case, marks=pytest.mark.gpu) for case in SMALL),
+    *(pytest.param("sm90", *case, marks=pytest.mark.gpu) for case in (*SMALL, *GRID)),
     *(pytest.param("sm80", *case, marks=pytest.mark.gpu) for case in (*SMALL[:3], *ANY)),
     *(pytest.param("simt", *case, marks=pytest.mark.gpu) for case in (SMALL[0], ANY[1], ((20, 30, 17), 30))),
 ]
@@ -105,6 +108,20 @@ def test_matches_the_oracle(place, sizes, batch, problem, to_numpy):
         check(arguments, {**options, **recipe}, place, to_numpy, tolerance=1e-2)
 
 
+@pytest.mark.parametrize("place", ON_GPUS[:1], indirect=True)
+@pytest.mark.parametrize(
+    ("sizes", "batch"),
+    [((784, 320, 160, 10), 64), ((784, 512, 33, 16), 60), ((784, 40, 30, 10), 33), ((784, 1, 1, 3), 2)],
+    ids=str,
+)
+def test_two_hidden_layers_in_one_cluster(place, sizes, batch, problem, to_numpy):
+    for rows, recipe in ((batch, {}), (4 * batch + 1, {"weight_decay": 0.1})):
+        arguments, options = problem(sizes, rows, batch)
+        with _load.launched() as seen:
+            check(arguments, {**options, **recipe}, place, to_numpy, tolerance=5e-2, precision="high")
+        assert seen == ["train_mlp_two_sm90.cu:train_mlp_two_sm90"]
+
+
 @pytest.mark.parametrize("place", ON_GPUS[:2], indirect=True)
 @pytest.mark.parametrize("momentum", [0.0, 0.9])
 def test_rounded_operands_are_as_near_as_11_bits_allow(place, momentum, problem, to_numpy):
@@ -118,7 +135,7 @@ def test_rounded_operands_are_as_near_as_11_bits_allow(place, momentum, problem,
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize(("sizes", "batch"), [((784, 256, 10), 64), ((784, 320, 160, 10), 64), ((784, 256, 10), 500)])
+@pytest.mark.parametrize(("sizes", "batch"), [((784, 256, 10), 64), ((784, 320, 160, 10), 64), ((784, 1000, 10), 500)])
 def test_two_runs_have_the_same_bits(sizes, batch, problem):
     for precision in ("highest", "high", "bfloat16"):
         arguments, options = problem(sizes, 64 * 100 + 5, batch, 0.9)
@@ -216,10 +233,12 @@ def test_the_tiers_are_those_that_are_said():
     if best == "sm90":
         assert launched((784, 256, 10), 64) == ["train_mlp_sm90.cu:train_mlp_sm90<2, false>"]
         assert launched((784, 7, 16), 2, precision="high") == ["train_mlp_sm90.cu:train_mlp_sm90<1, false>"]
+        assert launched((784, 257, 10), 64) == ["train_mlp_grid_sm90.cu:train_mlp_grid_sm90<2, false>"]
+        assert launched((784, 9, 8, 10), 64, precision="high") == ["train_mlp_two_sm90.cu:train_mlp_two_sm90"]
     if best != "simt":
         for sizes, batch, mask in [
-            ((784, 257, 10), 64, 0),
-            ((784, 9, 10), 65, 0),
+            ((784, 9, 8, 10), 1025, 0),
+            ((784, 3000, 10), 65, 0),
             ((784, 10), 8, 0),
             ((784, 9, 10), 8, 1),
         ]:
@@ -235,7 +254,8 @@ def test_a_device_that_forms_no_clusters_of_that_size_takes_the_next_tier(proble
     assert sm90.fits(0, "highest", False)
     few = _load.prepare(0, sm90.SOURCE, sm90.INSTANCES[0], "P" * 13 + "iiiiffiff", 16, 256, 200 * 1024, cluster=17)
     assert not few.fits()
-    monkeypatch.setattr(sm90, "fits", lambda *_: False)
+    for each in (sm90, two, grid):
+        monkeypatch.setattr(each, "fits", lambda *_: False)
     with _load.launched() as seen:
         kernels.train_mlp(*to(arguments, "cuda"), **options)
     assert [label.partition(":")[0] for label in seen] == [sm80.SOURCE]
