@@ -4,14 +4,15 @@
 //
 // A block keeps its MB rows of x in shared memory, turned to [k][m], and owns `block_rows` rows of W. A warp takes a row:
 // its lanes share out the entries, read side by side, meet each with the MB values of column k, and add up by shuffles.
-// Where x is wider than shared memory, it comes in chunks
+// A row of more than LONG entries is shared out among all warps. Where x is wider than shared memory, it comes in chunks
 // of `width` columns, and a row's entries outside the chunk wait for theirs.
 
 #include "common/spmm.cuh"
 
 constexpr int WARPS = 16;
 constexpr int THREADS = WARPS * WARP;
-constexpr int UNROLL = 4;  // entries of a lane in flight
+constexpr int LONG = 2048;
+constexpr int AHEAD = 7;  // entries that a lane reads before it needs them
 
 // Where column k's values begin, in elements; for lines of 32 bytes, the halves of every second four lines swap, so that
 // any 8 lines spread over all banks.
@@ -36,18 +37,27 @@ __device__ __forceinline__ void add_column(float (&sums)[MB], const T* columns, 
     }
 }
 
-// The sums of all lanes, sum m in lanes m * 32 / MB and on: at each step half of the sums goes to the other half of lanes.
-template <int MB> __device__ __forceinline__ float add_lanes(float (&sums)[MB], int lane) {
-    int step = WARP / 2;
+// Some entries of a lane, `step` apart; beyond the end of the row they lie in no column.
+template <typename T> struct Entries {
+    T values[AHEAD];
+    unsigned cols[AHEAD];
+
+    template <typename I>
+    __device__ __forceinline__ void load(const T* all_values, const I* all_cols, int from, int end, int step) {
 #pragma unroll
-    for (int half = MB / 2; half > 0; half /= 2, step /= 2)
-#pragma unroll
-        for (int j = 0; j < half; ++j) {
-            const float kept = lane & step ? sums[j + half] : sums[j], given = lane & step ? sums[j] : sums[j + half];
-            sums[j] = kept + __shfl_xor_sync(~0u, given, step);
+        for (int u = 0; u < AHEAD; ++u) {
+            const bool there = from + u * step < end;
+            values[u] = there ? all_values[from + u * step] : from_float<T>(0.0f);
+            cols[u] = there ? static_cast<unsigned>(all_cols[from + u * step]) : ~0u;
         }
-    for (; step > 0; step /= 2) sums[0] += __shfl_xor_sync(~0u, sums[0], step);
-    return sums[0];
+    }
+};
+
+// The block's part of an array is on its way to the L2 cache from now on.
+template <typename A> __device__ __forceinline__ void prefetch(const A* array, int begin, int end) {
+    constexpr int STEP = 128 / sizeof(A);  // elements of a line
+    for (int i = begin + threadIdx.x * STEP; i < end; i += THREADS * STEP)
+        asm volatile("prefetch.global.L2 [%0];" ::"l"(array + i));
 }
 
 template <typename T, typename I, int MB>
@@ -59,6 +69,7 @@ spmm_csr_small(const T* __restrict__ x, long long x_m, long long x_k, const T* _
     extern __shared__ __align__(128) char shared[];
     T* const columns = reinterpret_cast<T*>(shared);
     float* const sums_of_rows = reinterpret_cast<float*>(shared + width * MB * sizeof(T));  // [row][m]
+    __shared__ float sums_of_warps[WARPS][MB];
 
     const int lane = threadIdx.x % WARP, warp = threadIdx.x / WARP;
     const long long row_blocks = (N + block_rows - 1) / block_rows;
@@ -68,6 +79,12 @@ spmm_csr_small(const T* __restrict__ x, long long x_m, long long x_k, const T* _
     const int batch = static_cast<int>(min(static_cast<long long>(MB), M - m0));
 
     for (int i = threadIdx.x; i < rows * MB; i += THREADS) sums_of_rows[i] = 0.0f;
+    Entries<T> first;  // of the warp's first row: on their way while x is
+    const long long first_row = n0 + min(warp, rows - 1);
+    first.load(values, cols, row_offsets[first_row] + lane, row_offsets[first_row + 1], WARP);
+    const int block_begin = row_offsets[n0], block_end = row_offsets[n0 + rows];
+    prefetch(values, block_begin, block_end);
+    prefetch(cols, block_begin, block_end);
     for (long long k0 = 0; k0 < K; k0 += width) {
         const int here = static_cast<int>(min(static_cast<long long>(width), K - k0));
         __syncthreads();
@@ -87,27 +104,46 @@ spmm_csr_small(const T* __restrict__ x, long long x_m, long long x_k, const T* _
         }
         __syncthreads();
 
-        // Entries from `from` on, every `step`-th, of this chunk's columns.
-        const auto add_entries = [&](float (&sums)[MB], int from, int end, int step) {
-            for (int i = from; i < end; i += UNROLL * step) {
-                T value[UNROLL];
-                unsigned k[UNROLL];
+        // Entries from `from` on, every `step`-th, of this chunk's columns; the first AHEAD are read already.
+        const auto add_entries = [&](float (&sums)[MB], Entries<T> now, int from, int end, int step) {
+            for (int i = from; i < end; i += AHEAD * step) {
+                Entries<T> next;
+                next.load(values, cols, i + AHEAD * step, end, step);
 #pragma unroll
-                for (int u = 0; u < UNROLL; ++u) {
-                    const bool there = i + u * step < end;
-                    k[u] = there ? cols[i + u * step] - static_cast<unsigned>(k0) : ~0u;
-                    if (there) value[u] = values[i + u * step];
+                for (int u = 0; u < AHEAD; ++u) {
+                    const unsigned k = now.cols[u] - static_cast<unsigned>(k0);
+                    if (k < here) add_column<T, MB>(sums, columns, k, to_float(now.values[u]));
                 }
-#pragma unroll
-                for (int u = 0; u < UNROLL; ++u)
-                    if (k[u] < here) add_column<T, MB>(sums, columns, k[u], to_float(value[u]));
+                now = next;
             }
         };
+        bool any_long = false;
         for (int r = warp; r < rows; r += WARPS) {
+            const int begin = row_offsets[n0 + r], end = row_offsets[n0 + r + 1];
+            if (end - begin > LONG) {
+                any_long = true;
+                continue;
+            }
             float sums[MB] = {};
-            add_entries(sums, row_offsets[n0 + r] + lane, row_offsets[n0 + r + 1], WARP);
-            const float sum = add_lanes<MB>(sums, lane);
+            if (r >= WARPS || k0) first.load(values, cols, begin + lane, end, WARP);
+            add_entries(sums, first, begin + lane, end, WARP);
+            const float sum = add_lanes(sums, lane);
             if (lane % (WARP / MB) == 0) sums_of_rows[r * MB + lane / (WARP / MB)] += sum;
+        }
+        if (!__syncthreads_or(any_long)) continue;
+        for (int r = 0; r < rows; ++r) {
+            const int begin = row_offsets[n0 + r], end = row_offsets[n0 + r + 1];
+            if (end - begin <= LONG) continue;  // for all threads alike
+            float sums[MB] = {};
+            Entries<T> now;
+            now.load(values, cols, begin + threadIdx.x, end, THREADS);
+            add_entries(sums, now, begin + threadIdx.x, end, THREADS);
+            const float sum = add_lanes(sums, lane);
+            if (lane % (WARP / MB) == 0) sums_of_warps[warp][lane / (WARP / MB)] = sum;
+            __syncthreads();
+            if (threadIdx.x < MB)
+                for (int w = 0; w < WARPS; ++w) sums_of_rows[r * MB + threadIdx.x] += sums_of_warps[w][threadIdx.x];
+            __syncthreads();
         }
     }
     __syncthreads();

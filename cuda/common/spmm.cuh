@@ -1,10 +1,9 @@
-// What the sparse kernels share: the end of an output, groups of stored entries, and slabs of x in shared memory.
+// What the sparse kernels share: the end of an output, slabs of x in shared memory, and a ring of them.
 #pragma once
 #include "numeric.cuh"
 #include "shared.cuh"
 
 constexpr int WARP = 32;
-constexpr int GROUP = 4;  // stored entries that are read at once
 
 template <typename T>
 __device__ __forceinline__ void finish(T* y, float sum, const T* bias, long long n, int relu) {
@@ -12,38 +11,52 @@ __device__ __forceinline__ void finish(T* y, float sum, const T* bias, long long
     *y = from_float<T>(relu ? relu_of(sum) : sum);
 }
 
-// --- four neighbouring values or column indices, read with one instruction ------------------------------------------
-
-template <typename A> struct Four;
-template <> struct Four<float> { using type = float4; };
-template <> struct Four<int> { using type = int4; };
-template <> struct Four<unsigned short> { using type = ushort4; };
-template <> struct Four<__half> { using type = ushort4; };
-template <> struct Four<__nv_bfloat16> { using type = ushort4; };
-
-template <typename A> __device__ __forceinline__ typename Four<A>::type four(const A* from) {
-    return *reinterpret_cast<const typename Four<A>::type*>(from);
+// The sums of all lanes, sum i in lanes i * 32 / COUNT and on: at each step half of the sums goes to the other half of lanes.
+template <int COUNT> __device__ __forceinline__ float add_lanes(float (&sums)[COUNT], int lane) {
+    int step = WARP / 2;
+#pragma unroll
+    for (int half = COUNT / 2; half > 0; half /= 2, step /= 2)
+#pragma unroll
+        for (int j = 0; j < half; ++j) {
+            const float kept = lane & step ? sums[j + half] : sums[j], given = lane & step ? sums[j] : sums[j + half];
+            sums[j] = kept + __shfl_xor_sync(~0u, given, step);
+        }
+    for (; step > 0; step /= 2) sums[0] += __shfl_xor_sync(~0u, sums[0], step);
+    return sums[0];
 }
 
-template <typename T> __device__ __forceinline__ void unpack(float (&to)[GROUP], const ushort4& v) {
-    const T parts[GROUP] = {*reinterpret_cast<const T*>(&v.x), *reinterpret_cast<const T*>(&v.y),
-                            *reinterpret_cast<const T*>(&v.z), *reinterpret_cast<const T*>(&v.w)};
-    for (int j = 0; j < GROUP; ++j) to[j] = to_float(parts[j]);
-}
-template <typename T> __device__ __forceinline__ void unpack(float (&to)[GROUP], const float4& v) {
-    to[0] = v.x, to[1] = v.y, to[2] = v.z, to[3] = v.w;
-}
+// --- a plan: which entries of W's rows lie in which slab ---------------------------------------------------------------
+
+// A virtual row: the row n of W, where in `partial` its sums go (-1: to y), and the entries [begin, end) that the slabs
+// leave over: all of a row whose columns do not ascend.
+struct Part {
+    int n, slot, begin, end;
+};
+
+// The entries [begin, end) of a virtual row in one slab. A row whose columns do not ascend has none: see `slot`.
+struct Segment {
+    int begin, end;
+};
+
+struct Weights {  // without its values
+    const void* cols;
+    const int* row_offsets;
+    const Segment* segments;
+    const Part* parts;
+    const int* first;
+    long long N, K, stride;
+    int nnz, slabs, width;
+};
 
 // --- slabs: some columns k of x for the block's batch rows m, turned: [k][m] ----------------------------------------
 //
-// A line holds the batch rows of one column, in chunks of 16 bytes. Chunk c of column k is moved to place
-// c XOR (k / VECTOR % 8): so a warp that reads one line, and one that turns 8 vectors along k into 8 x VECTOR lines,
-// both touch every bank once.
+// A line holds the batch rows of one column, in chunks of 16 bytes. Chunk c of column k is moved to place c XOR k % 8, for
+// 16-bit types c XOR k / 8 % 8: so a warp that reads one line, and one that turns a patch of x, both touch every bank once.
 
 template <typename T> constexpr int VECTOR = 16 / static_cast<int>(sizeof(T));  // elements in a vector of 16 bytes
 template <typename T> constexpr int WORD = 4 / static_cast<int>(sizeof(T));     // elements in a bank's 4 bytes
 
-template <typename T> __device__ __forceinline__ unsigned turn(int k) { return (k * (16 / VECTOR<T>)) & 0x70; }
+template <typename T> __device__ __forceinline__ unsigned turn(int k) { return k / (WORD<T> == 1 ? 1 : VECTOR<T>) % 8u * 16; }
 
 // V batch rows a lane: neighbours as far as 16 bytes go, further ones half a line away.
 template <typename T, int V> struct Lane {
@@ -58,28 +71,16 @@ template <typename T, int V> struct Lane {
     }
 };
 
-// The WORDS words of shared memory at `from`; where not `wanted`, nothing is read and `to` stays. Volatile: no load
-// passes a wait.
-template <int WORDS> __device__ __forceinline__ void load_words(unsigned (&to)[WORDS], unsigned from, bool wanted) {
-#define QSPARSE_IF_WANTED(CONDITION) "{\n.reg .pred p;\nsetp.ne.u32 p, " CONDITION ", 0;\n@p ld.shared"
+// The WORDS words of shared memory at `from`. Volatile: no load passes a wait.
+template <int WORDS> __device__ __forceinline__ void load_words(unsigned (&to)[WORDS], unsigned from) {
     if constexpr (WORDS == 4)
-        asm volatile(QSPARSE_IF_WANTED("%5") ".v4.u32 {%0, %1, %2, %3}, [%4];\n}"
-                     : "+r"(to[0]), "+r"(to[1]), "+r"(to[2]), "+r"(to[3])
-                     : "r"(from), "r"(static_cast<int>(wanted)));
+        asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];"
+                     : "=r"(to[0]), "=r"(to[1]), "=r"(to[2]), "=r"(to[3])
+                     : "r"(from));
     else if constexpr (WORDS == 2)
-        asm volatile(QSPARSE_IF_WANTED("%3") ".v2.u32 {%0, %1}, [%2];\n}"
-                     : "+r"(to[0]), "+r"(to[1])
-                     : "r"(from), "r"(static_cast<int>(wanted)));
+        asm volatile("ld.shared.v2.u32 {%0, %1}, [%2];" : "=r"(to[0]), "=r"(to[1]) : "r"(from));
     else
-        asm volatile(QSPARSE_IF_WANTED("%2") ".u32 %0, [%1];\n}"
-                     : "+r"(to[0])
-                     : "r"(from), "r"(static_cast<int>(wanted)));
-#undef QSPARSE_IF_WANTED
-}
-
-// sum += a * b if `wanted`, whatever a * b is.
-__device__ __forceinline__ void add_if(bool wanted, float& sum, float a, float b) {
-    if (wanted) sum = fmaf(a, b, sum);
+        asm volatile("ld.shared.u32 %0, [%1];" : "=r"(to[0]) : "r"(from));
 }
 
 // The part of a line that a lane holds, as it is stored.
@@ -88,31 +89,61 @@ template <typename T, int V> struct Piece {
     static constexpr int WORDS = L::BYTES / 4, PARTS = V / L::NEXT_TO;
     unsigned words[PARTS][WORDS];
 
-    __device__ __forceinline__ void load(unsigned from, bool wanted) {
+    __device__ __forceinline__ void load(unsigned from) {
 #pragma unroll
-        for (int part = 0; part < PARTS; ++part) {
-#pragma unroll
-            for (int word = 0; word < WORDS; ++word) words[part][word] = 0;  // defined, or registers run out
-            load_words(words[part], from + part * WARP * L::BYTES, wanted);
-        }
+        for (int part = 0; part < PARTS; ++part) load_words(words[part], from + part * WARP * L::BYTES);
     }
-    __device__ __forceinline__ void add_to(float (&sums)[V], float factor, bool wanted) const {
+    // The lane's part of the dot product with 16 bytes that are stored the same way.
+    __device__ __forceinline__ float dot(const uint4& other) const {
+        static_assert(WORDS == 4 && PARTS == 1, "16 bytes a lane");
+        const unsigned* others = reinterpret_cast<const unsigned*>(&other);
+        float sum = 0.0f;
+#pragma unroll
+        for (int word = 0; word < WORDS; ++word) {
+            if constexpr (WORD<T> == 1) {
+                sum = fmaf(__uint_as_float(words[0][word]), __uint_as_float(others[word]), sum);
+            } else {
+                using P = typename Pair<T>::type;
+                const P a = *reinterpret_cast<const P*>(&words[0][word]), b = *reinterpret_cast<const P*>(&others[word]);
+                sum = fmaf(to_float(a.x), to_float(b.x), sum);
+                sum = fmaf(to_float(a.y), to_float(b.y), sum);
+            }
+        }
+        return sum;
+    }
+    __device__ __forceinline__ void add_to(float (&sums)[V], float factor) const {
 #pragma unroll
         for (int q = 0; q < V / WORD<T>; ++q) {
             const unsigned word = words[q / WORDS][q % WORDS];
             if constexpr (WORD<T> == 1) {
-                add_if(wanted, sums[q], factor, __uint_as_float(word));
+                sums[q] = fmaf(factor, __uint_as_float(word), sums[q]);
             } else {
                 const typename Pair<T>::type pair = *reinterpret_cast<const typename Pair<T>::type*>(&word);
-                add_if(wanted, sums[2 * q], factor, to_float(pair.x));
-                add_if(wanted, sums[2 * q + 1], factor, to_float(pair.y));
+                sums[2 * q] = fmaf(factor, to_float(pair.x), sums[2 * q]);
+                sums[2 * q + 1] = fmaf(factor, to_float(pair.y), sums[2 * q + 1]);
             }
         }
     }
 };
 
-// A matrix (M, K) whose element (m, k) lies at data[m * m_step + k * k_step]; one step is 1. `wide` says that every
-// 16 bytes along that direction may be read at once.
+// --- a warp's way through the entries of its rows in a slab: 32 at a time, a chunk ahead of their use -------------------
+
+// An entry as the consumers need it: its value, and the address of its column's line, turned.
+struct Entry {
+    float value;
+    unsigned line;
+};
+
+// Two entries, read by the whole warp at once.
+__device__ __forceinline__ void load_entries(Entry (&to)[2], unsigned from) {
+    asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(reinterpret_cast<unsigned&>(to[0].value)), "=r"(to[0].line),
+                   "=r"(reinterpret_cast<unsigned&>(to[1].value)), "=r"(to[1].line)
+                 : "r"(from));
+}
+
+// A matrix (M, K) whose element (m, k) lies at data[m * m_step + k * k_step]; one step is 1. `wide` says that along that
+// direction it consists of whole vectors on multiples of 16 bytes.
 template <typename T> struct Matrix {
     const T* data;
     long long m_step, k_step, M, K;
@@ -120,84 +151,94 @@ template <typename T> struct Matrix {
 
     __device__ __forceinline__ T at(long long m, long long k) const { return data[m * m_step + k * k_step]; }
 
-    // VECTOR elements from (m, k) along the contiguous direction; zeros beyond the matrix.
+    // The vector from (m, k) on, of a wide matrix; zeros beyond it.
     __device__ __forceinline__ uint4 vector(long long m, long long k) const {
-        const T* from = data + m * m_step + k * k_step;
-        const bool along_k = k_step == 1;
-        const long long left = (m >= M || k >= K) ? 0 : along_k ? K - k : M - m;
         uint4 v = {0, 0, 0, 0};
-        if (wide && left >= VECTOR<T>) {
+        if (m < M && k < K)
             asm volatile("ld.global.nc.L1::no_allocate.v4.u32 {%0, %1, %2, %3}, [%4];"
                          : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
-                         : "l"(from));
-        } else {
-            T* parts = reinterpret_cast<T*>(&v);
-#pragma unroll
-            for (int i = 0; i < VECTOR<T>; ++i)
-                if (i < left) parts[i] = from[i];
-        }
+                         : "l"(data + m * m_step + k * k_step));
         return v;
     }
 };
 
-// Warp `warp` of WARPS fills its share of a slab: columns k0 to k0 + width of x, batch rows m0 to m0 + BATCH.
+// Start copying BYTES (4 or 16) from global to shared memory; zeros arrive, and nothing is read, where not `inside`.
+template <int BYTES> __device__ __forceinline__ void start_copy(char* to, const void* from, bool inside) {
+    if constexpr (BYTES == 16)
+        asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(shared_address(to)), "l"(from),
+                     "r"(inside ? 16 : 0) : "memory");
+    else
+        asm volatile("cp.async.ca.shared.global [%0], [%1], 4, %2;" ::"r"(shared_address(to)), "l"(from),
+                     "r"(inside ? 4 : 0) : "memory");
+}
+
+// Warp `warp` of WARPS fills its share of a slab: columns k0 to k0 + width of x, batch rows m0 to m0 + BATCH. Returns
+// whether by copies that still go on.
 template <typename T, int V, int WARPS>
-__device__ __forceinline__ void fill_slab(char* slab, const Matrix<T>& x, long long m0, long long k0, int width,
+__device__ __forceinline__ bool fill_slab(char* slab, const Matrix<T>& x, long long m0, long long k0, int width,
                                           int warp, int lane) {
     using L = Lane<T, V>;
-    constexpr int LOADS = WORD<T> == 1 ? 8 : 4;  // in flight a lane: what registers there are
-    if (x.k_step == 1) {
-        // A lane turns WORD rows x VECTOR columns; a warp 8 vectors along k, 4 words along m.
-        constexpr int STEPS = L::BATCH / (4 * WORD<T>) / WARPS;
-        static_assert(STEPS > 0, "every producer has a share");
-        constexpr int AT_ONCE = STEPS < LOADS / WORD<T> ? STEPS : LOADS / WORD<T>;
-        for (int k = lane % 8 * VECTOR<T>; k < width; k += 8 * VECTOR<T>) {
-            char* const lines = slab + k * L::LINE;
+    if (x.m_step == 1 && x.k_step != 1 && x.wide) {
+        constexpr int CHUNKS = L::LINE / 16;
+        for (int at = warp * WARP + lane; at < width * CHUNKS; at += WARPS * WARP) {
+            const int k = at / CHUNKS, chunk = at % CHUNKS;
+            const long long m = m0 + chunk * VECTOR<T>;
+            start_copy<16>(slab + k * L::LINE + (chunk * 16 ^ turn<T>(k)), x.data + m + (k0 + k) * x.k_step, m < x.M);
+        }
+        return true;
+    }
+    if (WORD<T> == 1 && x.k_step == 1) {  // patches of 8 columns x 4 rows, a word a lane
+        for (int m = warp * 4 + lane / 8; m < L::BATCH; m += WARPS * 4) {
+            const bool inside = m0 + m < x.M;
+            const T* from = x.data + (m0 + m) * x.m_step + k0;
+            const unsigned place = m * 4 ^ turn<T>(lane % 8);
+#pragma unroll 8
+            for (int k = lane % 8; k < width; k += 8) start_copy<4>(slab + k * L::LINE + place, from + k, inside);
+        }
+        return true;
+    }
+    if (WORD<T> == 2 && x.k_step == 1 && x.wide) {
+        // A lane turns 2 rows x 8 columns; a warp's patch is 8 such vectors along k, 4 words along m.
+        constexpr int LOADS = 12;                 // in flight a lane
+        constexpr int DOWN = L::BATCH / (4 * 2);  // patches along m
+        constexpr int AT_ONCE = LOADS / 2;
+        const int patches = (width + 8 * VECTOR<T> - 1) / (8 * VECTOR<T>) * DOWN;
+        const int k_in_patch = lane % 8 * VECTOR<T>, m_in_patch = lane / 8 * 2;
 #pragma unroll 1
-            for (int step = 0; step < STEPS; step += AT_ONCE) {
-                const int m = ((warp * STEPS + step) * 4 + lane / 8) * WORD<T>;
-                uint4 v[AT_ONCE][WORD<T>];
+        for (int patch0 = warp; patch0 < patches; patch0 += AT_ONCE * WARPS) {
+            uint4 v[AT_ONCE][2];
 #pragma unroll
-                for (int u = 0; u < AT_ONCE; ++u)
+            for (int u = 0; u < AT_ONCE; ++u) {
+                const int patch = patch0 + u * WARPS;
+                const int k = patch / DOWN * 8 * VECTOR<T> + k_in_patch, m = patch % DOWN * 8 + m_in_patch;
 #pragma unroll
-                    for (int p = 0; p < WORD<T>; ++p) v[u][p] = x.vector(m0 + m + u * 4 * WORD<T> + p, k0 + k);
+                for (int p = 0; p < 2; ++p) v[u][p] = x.vector(m0 + m + p, patch < patches ? k0 + k : x.K);
+            }
 #pragma unroll
-                for (int u = 0; u < AT_ONCE; ++u) {
-                    const unsigned place = (m + u * 4 * WORD<T>) * static_cast<unsigned>(sizeof(T)) ^ turn<T>(k);
+            for (int u = 0; u < AT_ONCE; ++u) {
+                const int patch = patch0 + u * WARPS;
+                if (patch >= patches) break;
+                const int k = patch / DOWN * 8 * VECTOR<T> + k_in_patch, m = patch % DOWN * 8 + m_in_patch;
+                char* const to = slab + k * L::LINE + (m * 2 ^ turn<T>(k));
 #pragma unroll
-                    for (int i = 0; i < VECTOR<T>; ++i) {
-                        unsigned word;
-                        if constexpr (WORD<T> == 1) {
-                            word = reinterpret_cast<const unsigned*>(&v[u][0])[i];
-                        } else {
-                            const unsigned low = reinterpret_cast<const unsigned*>(&v[u][0])[i / 2];
-                            const unsigned high = reinterpret_cast<const unsigned*>(&v[u][WORD<T> - 1])[i / 2];
-                            word = __byte_perm(low, high, i % 2 ? 0x7632 : 0x5410);
-                        }
-                        *reinterpret_cast<unsigned*>(lines + i * L::LINE + place) = word;
-                    }
+                for (int i = 0; i < VECTOR<T>; ++i) {
+                    const unsigned low = reinterpret_cast<const unsigned*>(&v[u][0])[i / 2];
+                    const unsigned high = reinterpret_cast<const unsigned*>(&v[u][1])[i / 2];
+                    *reinterpret_cast<unsigned*>(to + i * L::LINE) = __byte_perm(low, high, i % 2 ? 0x7632 : 0x5410);
                 }
             }
         }
-    } else {
-        constexpr int CHUNKS = L::LINE / 16;
-        const int all = width * CHUNKS;
-        for (int u0 = warp * WARP + lane; u0 < all; u0 += LOADS * WARPS * WARP) {
-            uint4 v[LOADS];
-#pragma unroll
-            for (int u = 0; u < LOADS; ++u) {
-                const int at = u0 + u * WARPS * WARP;
-                if (at < all) v[u] = x.vector(m0 + at % CHUNKS * VECTOR<T>, k0 + at / CHUNKS);
-            }
-#pragma unroll
-            for (int u = 0; u < LOADS; ++u) {
-                const int at = u0 + u * WARPS * WARP;
-                if (at < all)
-                    *reinterpret_cast<uint4*>(slab + at / CHUNKS * L::LINE +
-                                              (at % CHUNKS * 16 ^ turn<T>(at / CHUNKS))) = v[u];
-            }
-        }
+        return false;
     }
+    // element by element, neighbours to neighbouring lanes
+    const bool along_k = x.k_step == 1;
+    const int length = along_k ? width : L::BATCH, all = width * L::BATCH;
+    for (int at = warp * WARP + lane; at < all; at += WARPS * WARP) {
+        const int k = along_k ? at % length : at / length, m = along_k ? at / length : at % length;
+        const unsigned place = m * static_cast<unsigned>(sizeof(T)) ^ turn<T>(k);
+        *reinterpret_cast<T*>(slab + k * L::LINE + place) = m0 + m < x.M ? x.at(m0 + m, k0 + k) : from_float<T>(0.0f);
+    }
+    return false;
 }
 
 // --- mbarriers, as far as Ampere has them: a slab is full, or all consumers have left it ------------------------------
@@ -210,6 +251,15 @@ __device__ __forceinline__ void pipe_init(unsigned long long* barrier, int count
 __device__ __forceinline__ void pipe_arrive(unsigned long long* barrier, int lane) {
     __syncwarp();
     if (lane == 0)
+        asm volatile("{\n.reg .b64 state;\nmbarrier.arrive.shared.b64 state, [%0];\n}" ::"r"(shared_address(barrier))
+                     : "memory");
+}
+
+// This thread is done with what it wrote, or will be once its copies have arrived.
+__device__ __forceinline__ void pipe_arrive_thread(unsigned long long* barrier, bool copies) {
+    if (copies)
+        asm volatile("cp.async.mbarrier.arrive.noinc.shared.b64 [%0];" ::"r"(shared_address(barrier)) : "memory");
+    else
         asm volatile("{\n.reg .b64 state;\nmbarrier.arrive.shared.b64 state, [%0];\n}" ::"r"(shared_address(barrier))
                      : "memory");
 }

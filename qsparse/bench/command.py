@@ -24,7 +24,9 @@ Dtype = choices("Dtype", "float16", "bfloat16", "float32", "int8")
 Layout = choices("Layout", "nt", "nn", "tn")
 Tier = choices("Tier", "simt", "sm80", "sm90")
 Op = choices("Op", "gemm_int8", "gemm_fp8", "gemm_weight_only", "quantize_rows")
-SparseOp = choices("SparseOp", "spmm_csr", "spmm_coo", "spmm_csr_transposed", "spmm_bitmap", "gemm_24", "gemm_int8_24")
+SparseOp = choices(
+    "SparseOp", "spmm_csr", "spmm_coo", "spmm_csr_transposed", "spmm_bitmap", "sddmm", "gemm_24", "gemm_int8_24"
+)
 SparseDtype = choices("SparseDtype", "float32", "float16", "bfloat16")
 Compile = choices("Compile", "off", "default", "max-autotune-no-cudagraphs")
 

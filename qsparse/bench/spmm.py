@@ -2,8 +2,9 @@
 
 A shape is that of the layer, M, N, K = batch rows, outputs, inputs; W (N, K) has random entries of a density, x and
 the values are normal. `op` is `spmm_csr`, `spmm_coo` (entries sorted by row, the peer's too), `spmm_csr_transposed`
-(dy @ W, the input's gradient) or `spmm_bitmap` (16-bit, on a GPU). A field `plan` says whether what a kernel finds out
-about W's pattern was `kept` from before, as in a layer, or found out in the call (`each call`). `gemm_24` and
+(dy @ W, the input's gradient), `sddmm` (dy.T @ x at W's entries, the weights' gradient) or `spmm_bitmap` (16-bit), the
+last two on a GPU. A field `plan` says whether what a kernel finds out about W's pattern was `kept` from before, as in a
+layer, or found out in the call (`each call`); `kept, highest` is float32 on the tensor cores. `gemm_24` and
 `gemm_int8_24` are in two_four.py.
 
 The crossover is the density below which the sparse product is faster than cuBLAS's dense one of the same dtype.
@@ -28,6 +29,7 @@ from qsparse.bench.harness import (
     TOLERANCES,
     Call,
     Contender,
+    Error,
     Reference,
     append,
     compete,
@@ -43,7 +45,8 @@ from qsparse.measure import environment
 from qsparse.sparse import to_csr
 from qsparse.sparse.bitmap_tiles import to_bitmap_tiles
 
-OPS = ("spmm_csr", "spmm_coo", "spmm_csr_transposed", "spmm_bitmap")
+OPS = ("spmm_csr", "spmm_coo", "spmm_csr_transposed", "spmm_bitmap", "sddmm")
+CPU_OPS = OPS[:3]
 DTYPES = ("float32", "float16", "bfloat16")
 DENSITIES = (0.3, 0.1, 0.05, 0.02)
 GROUP = ("op", "dtype", "plan", "peer")
@@ -93,6 +96,14 @@ def problem(shape: Shape, density: float, dtype: str, device: torch.device) -> P
 
 
 @dataclass(frozen=True)
+class _Sampled(Reference):
+    """A reference of one dimension: the gradient of the values."""
+
+    def error(self, output: Tensor) -> Error:
+        return super().error(output.reshape(1, -1))
+
+
+@dataclass(frozen=True)
 class Contest:
     """One operation on one problem: our calls by what they do with the plan, the peers' calls, and what is right."""
 
@@ -108,6 +119,14 @@ def _contest(op: str, given: Problem) -> Contest:
     on_gpu, size = given.x.is_cuda, given.x.element_size()
     entries = given.nnz * (size + 4) + 4 * (n + 1)
     unchecked = {"check": False}
+    if op == "sddmm":
+        _, cols, offsets = given.csr
+        plan = kernels.spmm_csr.plan(cols, offsets, shape=(n, k))
+        ours = {"kept": Call(lambda: kernels.sddmm(given.dy, given.x, cols, offsets, plan=plan, **unchecked))}
+        values = (given.dy.double().t() @ given.x.double())[given.rows.long(), cols.long()]
+        moved = (given.x.numel() + given.dy.numel() + given.nnz) * size + 4 * given.nnz
+        theirs = sparse.sampled_products(given.dy, given.x, given.csr, (n, k))
+        return Contest(op, ours, theirs, _Sampled(values.reshape(1, -1)), moved)
     a, w, csr, shape = given.x, given.w, given.csr, (n, k)
     if op == "spmm_csr_transposed":
         a, w, csr, shape = given.dy, given.w.t(), given.transposed, (k, n)
@@ -129,6 +148,8 @@ def _contest(op: str, given: Problem) -> Contest:
     plan = kernels.spmm_csr.plan(cols, offsets, shape=shape)
     product = functools.partial(kernels.spmm_csr, a, *csr, shape=shape, **unchecked)
     ours = {"kept": Call(functools.partial(product, plan=plan)), "each call": Call(product)}
+    if a.dtype == torch.float32 and op == "spmm_csr":
+        ours["kept, highest"] = Call(functools.partial(product, plan=plan, precision="highest"))
     return Contest(op, ours, sparse.products(a, csr, shape) | sparse.dense_products(a, w), reference, moved)
 
 
@@ -206,7 +227,8 @@ def crossovers(rows: Iterable[dict]) -> list[dict]:
     """
     cells: dict[tuple, dict[str, dict[float, float]]] = {}
     for each in sorted(rows, key=lambda each: each["plan"]):  # where a plan was kept, that time is the one that stays
-        if each["op"] == "spmm_csr" and each["us"] and each["peer_us"]:
+        plain = each["op"] == "spmm_csr" and each["plan"] in ("each call", "kept")
+        if plain and each["us"] and each["peer_us"]:
             times = cells.setdefault((each["dtype"], *each["shape"]), {})
             times.setdefault("qsparse", {})[each["density"]] = each["us"]
             times.setdefault(each["peer"], {})[each["density"]] = each["peer_us"]
@@ -275,11 +297,13 @@ def bench(
     does not do, before anything runs.
     """
     on_gpu = device.type == "cuda"
-    ops = tuple(ops) or (OPS + two_four.OPS if on_gpu else OPS)
+    ops = tuple(ops) or (OPS + two_four.OPS if on_gpu else CPU_OPS)
     dtypes = tuple(dtypes) or (DTYPES[:2] if on_gpu else DTYPES[:1])
     of_24 = [op for op in ops if op in two_four.OPS]
     if not on_gpu and of_24:
         raise UserError(f"--op {of_24[0]}: a CPU has no sparse tensor cores; leave it out")
+    if not on_gpu and "sddmm" in ops:
+        raise UserError("--op sddmm has no peer on a CPU: leave it out")
     shapes_24 = tuple(shapes) or GPU_SHAPES
     shapes = tuple(shapes) or (GPU_SPARSE if on_gpu else CPU_SPARSE)
     if not on_gpu and dtypes != DTYPES[:1]:
@@ -310,10 +334,10 @@ def bench(
 
 
 def _offered(op: str, dtype: str, on_gpu: bool) -> bool:
-    """Whether there is something to compare: PyTorch's COO takes no halves, tensor cores and bitmap tiles do."""
+    """Whether there is something to compare: PyTorch's COO and sampled product take no halves, bitmaps only those."""
     if op == "spmm_bitmap":
         return on_gpu and dtype != "float32"
-    return dtype == "float32" or op != "spmm_coo"
+    return dtype == "float32" or op not in ("spmm_coo", "sddmm")
 
 
 def _cells(dtypes, shapes, densities) -> Iterator[tuple[str, Shape, float]]:

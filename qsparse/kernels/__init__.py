@@ -17,6 +17,7 @@ from qsparse.kernels.gemm_weight_only import gemm_weight_only
 from qsparse.kernels.linear_int8 import linear_int8
 from qsparse.kernels.mlp_int8 import mlp_int8
 from qsparse.kernels.quantize_rows import quantize_rows
+from qsparse.kernels.sddmm import sddmm
 from qsparse.kernels.sgd import sgd
 from qsparse.kernels.softmax_cross_entropy import softmax_cross_entropy
 from qsparse.kernels.spmm_bitmap import spmm_bitmap
@@ -36,6 +37,7 @@ __all__ = [
     "linear_int8",
     "mlp_int8",
     "quantize_rows",
+    "sddmm",
     "sgd",
     "softmax_cross_entropy",
     "spmm_bitmap",

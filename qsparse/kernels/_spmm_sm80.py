@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 import torch
 
+from qsparse.kernels import _spmm_expand, _spmm_groups_sm90
 from qsparse.kernels._face import C_FLOATS, matrix, rows
 from qsparse.kernels._load import launch, multiprocessors
 
@@ -19,13 +20,14 @@ TILES_SOURCE, SMALL_SOURCE = "spmm_csr_sm80.cu", "spmm_csr_small_sm80.cu"
 INDICES = {torch.int32: "int", torch.uint16: "unsigned short"}
 SMALL_M = 16  # up to here what takes time is reading W's entries
 _BATCHES = (1, 4, 8)  # rows of x that a block of the small kernel may hold
-_CONSUMERS, _WARPS, _GROUP, _PLAN_BLOCK, _SMALL_BLOCK = 12, 16, 4, 1024, 512
-_STATIC_SHARED = 4096  # bytes that the kernels declare themselves, at most
+_CONSUMERS, _WARPS, _PLAN_BLOCK, _SEGMENTS_BLOCK, _SMALL_BLOCK = 12, 16, 1024, 256, 512
+_STATIC_SHARED = 12288  # bytes that the kernels declare themselves, at most
 _MOST_STAGES = 4
+_LONGEST_PART = 512  # a row of up to so many entries, or four times the mean, stays in one piece
 _MOST_SMALL_ROWS = 1024
 
 # What the kernels take by value: see the structs of the same names.
-_MATRIX, _WEIGHTS, _OUTPUT = struct.Struct("@Pqqqq?7x"), struct.Struct("@PPPPqqiii4x"), struct.Struct("@PPqqqi4x")
+MATRIX, WEIGHTS, _OUTPUT = struct.Struct("@Pqqqq?7x"), struct.Struct("@PPPPPqqqiii4x"), struct.Struct("@PPPqqqi4x")
 
 
 @dataclass(frozen=True)
@@ -55,16 +57,18 @@ def instances() -> dict[str, tuple[str, ...]]:
     """All kernels of both sources, by source."""
     pairs = [(value, index) for value in C_FLOATS.values() for index in INDICES.values()]
     tiles = [f"spmm_csr_tiles<{value}, {index}, {v}, {r}>" for value, index in pairs for v, r in _SHAPES]
-    plans = [f"spmm_csr_segments<{index}>" for index in INDICES.values()]
+    plans = ["spmm_csr_parts", *(f"spmm_csr_segments<{index}>" for index in INDICES.values())]
+    joins = [f"spmm_csr_join<{value}>" for value in C_FLOATS.values()]
     small = [f"spmm_csr_small<{value}, {index}, {batch}>" for value, index in pairs for batch in _BATCHES]
-    return {TILES_SOURCE: (*plans, *tiles), SMALL_SOURCE: tuple(small)}
+    return {TILES_SOURCE: (*plans, *joins, *tiles), SMALL_SOURCE: tuple(small)}
 
 
-_SHAPES = ((2, 16), (4, 16), (8, 7))  # (v, r)
+_SHAPES = ((2, 16), (4, 16), (8, 8))  # (v, r)
 
 
 @functools.cache
-def _shared_budget(device: int) -> int:
+def shared_budget(device: int) -> int:
+    """Bytes of dynamic shared memory that a block may have."""
     return torch.cuda.get_device_properties(device).shared_memory_per_block_optin - _STATIC_SHARED
 
 
@@ -106,32 +110,48 @@ def choose(m: int, n: int, k: int, nnz: int, itemsize: int, budget: int, process
 
 
 class Plan:
-    """Which entries of each row lie in which slab, for one pattern of W: made once, used by every product."""
+    """Which entries of each row lie in which slab, for one pattern of W: made once, used by every product.
 
-    def __init__(self, cols, row_offsets, shape, widths: tuple[int, ...] = (64, 128)):
-        self.n, self.k = shape
+    Values may change; the pattern may not. ``splits`` says whether a row is in parts (None: nobody looked).
+    """
+
+    groups: object = None  # what the kernels of _spmm_groups_sm90 keep of the same pattern
+
+    def __init__(self, cols, row_offsets, shape, widths=None, look: bool = True):
+        n, self.k = shape
         self._given = cols, row_offsets
-        self.nnz, self.cols, self.row_offsets = cols.numel(), rows(cols), rows(row_offsets)
-        self.left_over = torch.empty((self.n, 2), dtype=torch.int32, device=cols.device)
-        self._segments = {width: self._find(width) for width in widths}
+        cols, row_offsets = rows(cols), rows(row_offsets)
+        self.n, self.nnz, self.cols, self.row_offsets = n, cols.numel(), cols, row_offsets
+        self.limit = max(_LONGEST_PART, 4 * -(-self.nnz // max(n, 1)))
+        self.most_parts = n + self.nnz // self.limit
+        self.first = torch.empty(n + 1, dtype=torch.int32, device=cols.device)
+        self.parts = torch.empty((self.most_parts, 4), dtype=torch.int32, device=cols.device)
+        arguments = (row_offsets.data_ptr(), self.parts.data_ptr(), self.first.data_ptr(), n, self.limit)
+        launch(cols.device, TILES_SOURCE, "spmm_csr_parts", "PPPqi", arguments, grid=1, block=_PLAN_BLOCK)
+        self.splits = None
+        if self.most_parts == n:
+            self.splits = False
+        elif look:
+            self.splits = int(self.first[n]) != n
+        self._segments = {width: self._find(width) for width in widths or (64, 128)}
 
     def _find(self, width: int) -> torch.Tensor:
         slabs = -(-self.k // width)
-        found = torch.empty((slabs, self.n, 2), dtype=torch.int32, device=self.cols.device)
-        arguments = (self.cols, self.row_offsets, self.left_over, found)
+        found = torch.empty((slabs, self.most_parts, 2), dtype=torch.int32, device=self.cols.device)
+        arguments = (self.cols, self.row_offsets, self.first, self.parts, found)
         launch(
             self.cols.device,
             TILES_SOURCE,
             f"spmm_csr_segments<{INDICES[self.cols.dtype]}>",
-            "PPPPqiii",
-            (*(a.data_ptr() for a in arguments), self.n, slabs, width, self.nnz // _GROUP * _GROUP),
-            grid=-(-self.n // (_PLAN_BLOCK // 32)),
-            block=_PLAN_BLOCK,
+            "PPPPPqiiq",
+            (*(a.data_ptr() for a in arguments), self.n, slabs, width, self.most_parts),
+            grid=-(-self.n // (_SEGMENTS_BLOCK // 32)),
+            block=_SEGMENTS_BLOCK,
         )
         return found
 
     def segments(self, width: int) -> torch.Tensor:
-        """(slabs, N, 2) int32: where a row's entries in a slab begin and end."""
+        """(slabs, virtual rows, 2) int32: where a virtual row's entries in a slab begin and end."""
         return self._segments[width]
 
     def fits(self, cols, row_offsets, shape) -> bool:
@@ -144,18 +164,31 @@ class Plan:
         return same and tuple(shape) == (self.n, self.k)
 
 
-def spmm(x, values, cols, row_offsets, bias, n: int, relu: bool, columns: bool, plan: Plan | None):
-    """``act(x @ W.T + bias)``, row-major, or column-major with ``columns``."""
-    m, k = x.shape
+def spmm(x, values, cols, row_offsets, bias, n: int, relu: bool, columns: bool, plan: Plan | None, ieee: bool = True):
+    """``act(x @ W.T + bias)``, row-major, or column-major with ``columns``; float32 by multiply-adds with ``ieee``."""
+    (m, k), nnz = x.shape, values.numel()
+    hopper = torch.cuda.get_device_capability(x.device) == (9, 0)
+    large = m > SMALL_M and n and nnz and k
+    by_tensor_cores = large and hopper and not columns and not (ieee and x.dtype == torch.float32)
+    if by_tensor_cores and _spmm_expand.pays(x.dtype, m, n, k, nnz):
+        return _spmm_expand.spmm(x, values, cols, row_offsets, bias, n, relu)
     y = torch.empty((n, m) if columns else (m, n), dtype=x.dtype, device=x.device)
     y = y.t() if columns else y
     if not y.numel():
         return y
-    if m <= SMALL_M or values.numel() < _GROUP or not k:
+    if not large:
         _small(x, values, cols, row_offsets, bias, y, relu)
+    elif hopper and x.dtype == torch.float32 and _spmm_groups_sm90.pays(m, n):
+        _spmm_groups_sm90.spmm(x, values, cols, row_offsets, bias, y, relu, plan and plan.groups)
     else:
         _tiles(x, values, cols, row_offsets, bias, y, relu, plan)
     return y
+
+
+def wide(x, k_major: bool, stride: int) -> bool:
+    """Whether the matrix consists of whole vectors of 16 bytes along its contiguous direction."""
+    length = x.shape[1] if k_major else x.shape[0]
+    return not (x.data_ptr() % 16 or stride * x.element_size() % 16 or length * x.element_size() % 16)
 
 
 def _address(value) -> int:
@@ -169,7 +202,7 @@ def _small(x, values, cols, row_offsets, bias, y, relu: bool) -> None:
     _, processors = multiprocessors(x.device.index)
     rows = min(-(-n // max(1, processors // across)), _MOST_SMALL_ROWS)
     line = batch * x.element_size()
-    width = min(-(-max(k, 1) // 8) * 8, (_shared_budget(x.device.index) - rows * batch * 4) // line // 8 * 8)
+    width = min(-(-max(k, 1) // 8) * 8, (shared_budget(x.device.index) - rows * batch * 4) // line // 8 * 8)
     arguments = (x.data_ptr(), *x.stride(), values.data_ptr(), cols.data_ptr(), row_offsets.data_ptr(), _address(bias))
     launch(
         x.device,
@@ -187,7 +220,7 @@ def _tiles(x, values, cols, row_offsets, bias, y, relu: bool, plan: Plan | None)
     (m, k), n, nnz = x.shape, y.shape[1], values.numel()
     device, itemsize = x.device, x.element_size()
     _, processors = multiprocessors(device.index)
-    tile, rows = choose(m, n, k, nnz, itemsize, _shared_budget(device.index), processors)
+    tile, rows = choose(m, n, k, nnz, itemsize, shared_budget(device.index), processors)
     run_tile(tile, rows, x, values, cols, row_offsets, bias, y, relu, plan)
 
 
@@ -195,27 +228,43 @@ def run_tile(tile: Tile, rows: int, x, values, cols, row_offsets, bias, y, relu:
     """The product by one tile, ``rows`` rows of W a block."""
     (m, k), n, nnz = x.shape, y.shape[1], values.numel()
     device, itemsize = x.device, x.element_size()
-    plan = plan or Plan(cols, row_offsets, (n, k), (tile.width,))
+    plan = plan or Plan(cols, row_offsets, (n, k), (tile.width,), look=False)
     x, k_major, stride = matrix(x)
-    wide = x.data_ptr() % 16 == 0 and stride * itemsize % 16 == 0
-    values, cols = _aligned(values), _aligned(cols)
-    arrays = (cols, row_offsets, plan.segments(tile.width), plan.left_over)
-    weights = _WEIGHTS.pack(*(a.data_ptr() for a in arrays), n, k, nnz, -(-k // tile.width), tile.width)
-    output = _OUTPUT.pack(y.data_ptr(), _address(bias), *y.stride(), m, relu)
+    slots = 0 if plan.splits is False else 2 * (nnz // plan.limit)
+    partial = torch.empty((slots, m), dtype=torch.float32, device=device)
+    arrays = (cols, row_offsets, plan.segments(tile.width), plan.parts, plan.first)
+    slabs = -(-k // tile.width)
+    weights = WEIGHTS.pack(*(a.data_ptr() for a in arrays), n, k, plan.most_parts, nnz, slabs, tile.width)
+    output = _OUTPUT.pack(y.data_ptr(), _address(bias), partial.data_ptr(), *y.stride(), m, relu)
     steps = (stride, 1) if k_major else (1, stride)
-    blocks = -(-n // rows)
+    blocks = -(-plan.most_parts // rows)
     launch(
         device,
         TILES_SOURCE,
         f"spmm_csr_tiles<{C_FLOATS[x.dtype]}, {INDICES[cols.dtype]}, {tile.v}, {tile.r}>",
-        f"{_MATRIX.size}sP{_WEIGHTS.size}s{_OUTPUT.size}siii",
-        (_MATRIX.pack(x.data_ptr(), *steps, m, k, wide), values.data_ptr(), weights, output, blocks, rows, tile.stages),
+        f"{MATRIX.size}sP{WEIGHTS.size}s{_OUTPUT.size}siii",
+        (
+            MATRIX.pack(x.data_ptr(), *steps, m, k, wide(x, k_major, stride)),
+            values.data_ptr(),
+            weights,
+            output,
+            blocks,
+            rows,
+            tile.stages,
+        ),
         grid=blocks * -(-m // tile.batch),
         block=32 * _WARPS,
         shared=tile.shared(itemsize),
     )
-
-
-def _aligned(value: torch.Tensor) -> torch.Tensor:
-    """The array, or a copy of it, on a multiple of 16 bytes."""
-    return value if value.data_ptr() % 16 == 0 else value.clone()
+    if slots:
+        arguments = (plan.first.data_ptr(), n, output)
+        instance = f"spmm_csr_join<{C_FLOATS[x.dtype]}>"
+        launch(
+            device,
+            TILES_SOURCE,
+            instance,
+            f"Pq{_OUTPUT.size}s",
+            arguments,
+            grid=min(n, _PLAN_BLOCK),
+            block=_PLAN_BLOCK,
+        )

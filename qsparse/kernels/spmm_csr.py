@@ -4,10 +4,15 @@ from __future__ import annotations
 
 import torch
 
-from qsparse.kernels import _spmm, _spmm_sm80
+from qsparse.kernels import _spmm, _spmm_expand, _spmm_groups_sm90, _spmm_sm80
 from qsparse.kernels._face import C_FLOATS, check_same_device, check_tensor, face, rows
 
-SOURCES = {"spmm_csr.cu": _spmm.simt_instances("spmm_csr"), **_spmm_sm80.instances()}
+SOURCES = {
+    "spmm_csr.cu": _spmm.simt_instances("spmm_csr"),
+    **_spmm_sm80.instances(),
+    _spmm_groups_sm90.SOURCE: _spmm_groups_sm90.instances(),
+    _spmm_expand.SOURCE: _spmm_expand.instances(),
+}
 
 
 @face(SOURCES)
@@ -23,6 +28,7 @@ def spmm_csr(
     check: bool = True,
     columns: bool = False,
     plan=None,
+    precision: str = "ieee",
 ):
     """``y = act(x @ W.T + bias)`` with ``W (N, K)`` in CSR.
 
@@ -46,6 +52,9 @@ def spmm_csr(
         Return y column-major. With ``x = X.t()``, the result's ``.t()`` is ``W @ X``, row-major, and nothing is copied.
     plan : what ``spmm_csr.plan(col_indices, row_offsets, shape=(N, K))`` returned for these very arrays, optional
         Saves looking at the pattern at each call (batches of more than 16 rows, on a GPU). Values may change.
+    precision : str
+        How float32 is multiplied. "ieee": by float32 multiply-adds. "highest": on the tensor cores of a Hopper card,
+        W written out for the call, as ``gemm`` does with this name, where that takes less time; "ieee" elsewhere.
 
     Returns
     -------
@@ -60,7 +69,9 @@ def spmm_csr(
     sparse matrix-vector multiplication on throughput-oriented processors" (SC 2009).
     """
     if torch.compiler.is_compiling():  # a plan is no tensor: the operator goes without
-        return _operator(x, values, col_indices, row_offsets, bias, list(shape), relu, check, columns)
+        return _operator(x, values, col_indices, row_offsets, bias, list(shape), relu, check, columns, precision)
+    if precision not in ("ieee", "highest"):
+        raise ValueError(f'precision must be "ieee" or "highest", got {precision!r}')
     check_tensor("x", x, tuple(C_FLOATS), (None, None))
     n = _spmm.check_shape(shape, x.shape[1])
     _spmm.check_csr(x, values, col_indices, row_offsets, (n, x.shape[1]), check)
@@ -75,7 +86,7 @@ def spmm_csr(
         return rows(y.t()).t() if columns else y
     if _spmm.has_sm80(x.device):
         bias = None if bias is None else rows(bias)
-        return _spmm_sm80.spmm(x, values, col_indices, row_offsets, bias, n, relu, columns, plan)
+        return _spmm_sm80.spmm(x, values, col_indices, row_offsets, bias, n, relu, columns, plan, precision == "ieee")
     col_indices = col_indices.int()
     entries = (values.data_ptr(), col_indices.data_ptr(), row_offsets.data_ptr())
     y = _spmm.simt("spmm_csr", x, entries, "PPP", bias, n, relu)
@@ -92,6 +103,8 @@ def plan(col_indices, row_offsets, *, shape):
     if col_indices.device.type == "cpu" or not _spmm.has_sm80(col_indices.device):
         return None
     found = _spmm_sm80.Plan(col_indices, row_offsets, (n, k))
+    if torch.cuda.get_device_capability(col_indices.device) == (9, 0) and found.nnz:
+        found.groups = _spmm_groups_sm90.Plan(found.cols, found.row_offsets, (n, k))
     torch.cuda.current_stream(col_indices.device).synchronize()  # it is there for every stream
     return found
 
@@ -110,13 +123,14 @@ def _operator(
     relu: bool,
     check: bool,
     columns: bool,
+    precision: str,
 ) -> torch.Tensor:
     """What ``torch.compile`` sees in place of the face, which it could not trace into."""
-    options = {"shape": shape, "relu": relu, "check": check, "columns": columns}
+    options = {"shape": shape, "relu": relu, "check": check, "columns": columns, "precision": precision}
     return spmm_csr(x, values, col_indices, row_offsets, bias, **options)
 
 
 @_operator.register_fake
-def _(x, values, col_indices, row_offsets, bias, shape, relu, check, columns):
+def _(x, values, col_indices, row_offsets, bias, shape, relu, check, columns, precision):
     m, n = x.shape[0], shape[0]
     return x.new_empty((n, m)).t() if columns else x.new_empty((m, n))

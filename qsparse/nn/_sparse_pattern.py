@@ -9,8 +9,6 @@ import torch
 
 from qsparse import kernels
 
-_PRODUCTS = 2**24  # of dz and x that are held at once
-
 
 class Pattern:
     """The pattern of ``W (N, K)``: CSR indices ``cols``, ``offsets``, and the ``plan`` of the forward product.
@@ -34,8 +32,9 @@ class Pattern:
     @functools.cached_property
     def transposed(self) -> _Transposed:
         n, k = self.shape
+        rows = torch.repeat_interleave(torch.arange(n, device=self.cols.device), self.offsets.diff())
         cols, order = torch.sort(self.cols.int(), stable=True)  # rows ascend within a column
-        cols_of_w, offsets = self.rows[order].int(), _offsets(cols, k)
+        cols_of_w, offsets = rows[order].int(), _offsets(cols, k)
         return _Transposed(order, cols_of_w, offsets, kernels.spmm_csr.plan(cols_of_w, offsets, shape=(k, n)))
 
     def times(self, dz: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
@@ -44,20 +43,9 @@ class Pattern:
         options = {"shape": self.shape[::-1], "check": False, "plan": t.plan}
         return kernels.spmm_csr(dz, values[t.order], t.cols, t.offsets, **options)
 
-    @functools.cached_property
-    def rows(self) -> torch.Tensor:
-        """The row of each entry, (nnz,) int64."""
-        return torch.repeat_interleave(torch.arange(self.shape[0], device=self.cols.device), self.offsets.diff())
-
     def sample(self, dz: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
-        """``dz.T @ x`` at the entries, (nnz,): the gradient of the values, in float32, some entries at a time."""
-        dzt, xt, cols = dz.t().float().contiguous(), x.t().float().contiguous(), self.cols.long()
-        at_once = max(1, _PRODUCTS // max(len(dz), 1))
-        sums = [dzt.new_zeros(0)]
-        for at in range(0, len(cols), at_once):
-            entries = slice(at, at + at_once)
-            sums.append((dzt[self.rows[entries]] * xt[cols[entries]]).sum(dim=1))
-        return torch.cat(sums).to(dz.dtype)
+        """``dz.T @ x`` at the entries, (nnz,): the gradient of the values."""
+        return kernels.sddmm(dz, x, self.cols, self.offsets, check=False, plan=self.plan)
 
 
 @dataclass(frozen=True)

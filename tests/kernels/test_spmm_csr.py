@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from qsparse import kernels
-from qsparse.kernels import _spmm_sm80
+from qsparse.kernels import _spmm_expand, _spmm_groups_sm90, _spmm_sm80
 from qsparse.oracles.spmm_csr import spmm_csr as oracle
 
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
@@ -83,25 +83,33 @@ def test_a_single_column(device, m, normal, sparse, to_numpy, assert_close):
 
 
 @pytest.mark.parametrize("m", [2, 20])
-def test_unsorted_columns_and_duplicates_are_summed(device, m, normal, to_numpy, assert_close):
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_unsorted_columns_and_duplicates_are_summed(device, m, dtype, normal, to_numpy, assert_close):
     col_indices = torch.tensor([5, 0, 5, 5, 3, 3, 1], dtype=torch.int32, device=device)
     row_offsets = torch.tensor([0, 4, 4, 7], dtype=torch.int32, device=device)
-    csr, x = (normal(7, device=device), col_indices, row_offsets), normal(m, 6, device=device)
+    csr = normal(7, dtype=dtype, device=device), col_indices, row_offsets
+    x = normal(m, 6, dtype=dtype, device=device)
     assert_close(kernels.spmm_csr(x, *csr, shape=(3, 6)), oracle(to_numpy(x), *to_numpy(csr), shape=(3, 6)))
 
 
 @pytest.mark.parametrize("m", [2, 20])
 @pytest.mark.parametrize("value", [NAN, INF, -INF])
-def test_case_9_what_is_not_finite_meets_stored_entries_only(device, m, value, sparse, normal):
-    w = sparse(50, 40, 0.3)
-    csr, x = to_csr(w, device), normal(m, 40, device=device)
-    clean = kernels.spmm_csr(x, *csr, shape=w.shape)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_case_9_what_is_not_finite_meets_stored_entries_only(
+    device, m, value, dtype, sparse, normal, to_numpy, assert_close
+):
+    w = sparse(50, 40, 0.3, dtype)
+    csr, x, bias = to_csr(w, device), normal(m, 40, dtype=dtype, device=device), normal(50, dtype=dtype, device=device)
+    clean = kernels.spmm_csr(x, *csr, bias, shape=w.shape)
     x[1, 5] = value
-    y = kernels.spmm_csr(x, *csr, shape=w.shape)
-    touched = torch.zeros(m, 50, dtype=torch.bool)
-    touched[1] = w[:, 5] != 0
-    assert torch.equal(y.isfinite().cpu(), ~touched)
-    assert torch.equal(y.cpu()[~touched], clean.cpu()[~touched])
+    y = kernels.spmm_csr(x, *csr, bias, shape=w.shape)
+    touched = torch.zeros(m, 50, dtype=torch.bool, device=device)
+    touched[1] = w[:, 5].to(device) != 0
+    assert torch.equal(y.isfinite(), ~touched)
+    if dtype == torch.float32:
+        assert torch.equal(y[~touched], clean[~touched])
+    assert_close(y[~touched], to_numpy(clean[~touched]))
+    assert (kernels.spmm_csr(x, *csr, bias, shape=w.shape, relu=True).isnan() == y.isnan()).all()
 
 
 @pytest.mark.parametrize("m", [2, 20])
@@ -161,6 +169,24 @@ def test_w_times_x_column_major(device, dtype, normal, sparse, to_numpy, assert_
         assert y.shape == (70, m)
         assert y.is_contiguous()
         assert_close(y, to_numpy(w) @ to_numpy(x) + to_numpy(bias)[:, None])
+
+
+@pytest.mark.parametrize("size", [(140, 200), (700, 701)], ids=str)
+def test_highest_precision_is_no_less_precise(device, size, normal, sparse, to_numpy, assert_close, monkeypatch):
+    """On the tensor cores too, what is not finite meets stored entries only, and a column may repeat."""
+    monkeypatch.setattr(_spmm_expand, "pays", lambda *_: True)
+    w, bias = sparse(*size, 0.3), normal(size[0], device=device)
+    values, cols, offsets = to_csr(w, device)
+    x = normal(260, size[1], device=device)
+    y = kernels.spmm_csr(x, values, cols, offsets, bias, shape=size, precision="highest")
+    assert_close(y, to_numpy(x) @ to_numpy(w).T + to_numpy(bias))
+    x[1, 5], x[200, 6], cols[1] = NAN, INF, cols[0]
+    by_rows, ieee = (kernels.spmm_csr(x, values, cols, offsets, shape=size, precision=p) for p in ("highest", "ieee"))
+    assert torch.equal(by_rows.isfinite(), ieee.isfinite())
+    finite = ieee.isfinite()
+    assert_close(by_rows[finite], to_numpy(ieee[finite]))
+    with pytest.raises(ValueError, match=r'^precision must be "ieee" or "highest", got .high'):
+        kernels.spmm_csr(x, values, cols, offsets, shape=size, precision="high")
 
 
 @pytest.mark.parametrize("m", [3, 300])
@@ -318,3 +344,36 @@ def test_tiles_fit_the_card_and_cover_w(kilobytes, itemsize):
         tile, rows = _spmm_sm80.choose(m, n, k, nnz, itemsize, budget, 132)
         assert 1 <= rows <= tile.most_rows(itemsize)
         assert rows * 4 * (tile.batch + 1) <= tile.shared(itemsize)
+
+
+def test_every_choice_of_groups_fits_a_hopper_card():
+    """Its memory holds two slabs with as many entries as there can be, and the outputs; a cluster has slabs enough."""
+    sizes = (17, 1, 1, 1), (64, 4096, 4096, 10**6), (60000, 256, 784, 20000), (20, 100_000, 40, 5000)
+    for m, n, k, nnz in sizes:
+        choice = _spmm_groups_sm90.choose(m, n, k, nnz, 132)
+        tile = choice.tile
+        assert 1 <= choice.groups <= tile.consumers * tile.g <= 32  # a lane a group
+        assert choice.split <= -(-k // 32)
+        for room in (2, 384):
+            assert 2 <= tile.stages(choice.groups, room) <= 8
+            assert tile.shared(choice.groups, room) <= (227 - 5) * 1024
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("tile", _spmm_groups_sm90.TILES, ids=str)
+@pytest.mark.parametrize("split", [1, 2, 8])
+def test_every_tile_of_groups(tile, split, normal, sparse, to_numpy, assert_close):
+    """Rows and slabs that do not fill a block, rows that are split, both directions of x and y."""
+    w = sparse(401, 1001, 0.2)
+    w[100] = normal(1001)
+    values, cols, offsets = to_csr(w, "cuda")
+    plan = _spmm_groups_sm90.Plan(cols, offsets, w.shape)
+    assert plan.splits
+    x, bias = normal(333, 1001, device="cuda"), normal(401, device="cuda")
+    reference = (to_numpy(x) @ to_numpy(w).T + to_numpy(bias)).clip(min=0)
+    for groups in (1, min(9, tile.consumers), tile.consumers * tile.g):
+        choice = _spmm_groups_sm90.Choice(tile, groups, split)
+        for operand in (x, x.t().contiguous().t(), normal(333, 1004, device="cuda")[:, :1001].copy_(x)):
+            for y in (x.new_empty(333, 401), x.new_empty(401, 333).t()):
+                _spmm_groups_sm90.run(choice, operand, values, bias, y, True, plan)
+                assert_close(y, reference)

@@ -29,6 +29,12 @@ def coo_products(x: Tensor, csr: Csr, rows: Tensor, shape: tuple[int, int]) -> d
     return {"torch_coo": Call(lambda: torch.sparse.mm(w, xt).t())}
 
 
+def sampled_products(dy: Tensor, x: Tensor, csr: Csr, shape: tuple[int, int]) -> dict[str, Call]:
+    """`dy.T @ x` at the entries of W."""
+    w, dyt = _tensor(csr, shape), dy.t().contiguous()
+    return {"torch.sparse.sampled_addmm": Call(lambda: torch.sparse.sampled_addmm(w, dyt, x, beta=0.0).values())}
+
+
 def dense_products(x: Tensor, w: Tensor) -> dict[str, Call]:
     """`x @ W.T` with W dense: what pruning has to beat, in the same dtype and in float16."""
     calls = {"cublas": Call(functools.partial(torch.mm, x, w.t()), functools.partial(blas, "cublas"))}

@@ -1,0 +1,89 @@
+"""The sampled product against the oracle: the gradient of sparse weights at their entries."""
+
+import numpy as np
+import pytest
+import scipy.sparse
+import torch
+
+from qsparse import kernels
+from qsparse.oracles.sddmm import sddmm as oracle
+
+DTYPES = [torch.float32, torch.float16, torch.bfloat16]
+NAN = float("nan")
+
+
+def pattern(w: torch.Tensor, device, index=torch.int32) -> tuple[torch.Tensor, torch.Tensor]:
+    """Column indices and row offsets of a dense matrix."""
+    csr = scipy.sparse.csr_array(w.double().numpy())
+    cols, offsets = (torch.from_numpy(array.astype(np.int32)).to(device) for array in (csr.indices, csr.indptr))
+    return cols.to(index), offsets
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("size", [(1, 1), (5, 7), (33, 65), (10, 200)], ids=str)
+def test_matches_the_oracle(device, dtype, size, normal, sparse, to_numpy, assert_close):
+    for density in (0.0, 0.1, 1.0):
+        w = pattern(sparse(*size, density), device)
+        for m in (0, 1, 7, 64, 300):
+            dy, x = (normal(m, width, dtype=dtype, device=device) for width in size)
+            out = kernels.sddmm(dy, x, *w)
+            assert out.dtype == dtype
+            assert out.device == device
+            assert_close(out, oracle(to_numpy(dy), to_numpy(x), *to_numpy(w)))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("index", [torch.int32, torch.uint16], ids=str)
+@pytest.mark.parametrize(("m", "size"), [(300, (300, 500)), (128, (500, 784)), (1001, (257, 130))], ids=str)
+def test_larger_shapes_with_a_plan(device, dtype, index, m, size, normal, sparse, to_numpy, assert_close):
+    cols, offsets = pattern(sparse(*size, 0.1), device, index)
+    dy, x = (normal(m, width, dtype=dtype, device=device) for width in size)
+    n, k = np.repeat(np.arange(size[0]), np.diff(to_numpy(offsets))), cols.int().cpu().numpy()
+    reference = (to_numpy(dy).T @ to_numpy(x))[n, k]
+    plan = kernels.spmm_csr.plan(cols, offsets, shape=size)
+    assert_close(kernels.sddmm(dy, x, cols, offsets), reference)
+    assert_close(kernels.sddmm(dy, x, cols, offsets, check=False, plan=plan), reference)
+
+
+def test_case_12_views(device, normal, sparse, to_numpy, assert_close):
+    w, wide = pattern(sparse(20, 31, 0.3), device), normal(80, 80, device=device)
+    dy = normal(40, 40, device=device)
+    for x in (wide[:40, :31], wide[:31, :40].t(), wide[::2, ::2][:, :31], wide[:1, :31].expand(40, -1)):
+        for grad in (dy[:, :20], dy.t()[:, :20], dy[:, ::2], dy[:1, :20].expand(40, -1)):
+            assert_close(kernels.sddmm(grad, x, *w), oracle(to_numpy(grad), to_numpy(x), *to_numpy(w)))
+
+
+def test_unsorted_columns_duplicates_and_long_rows(device, normal, to_numpy, assert_close):
+    generator = torch.Generator().manual_seed(4)
+    lengths = [5, 3000, 0, 2500, 1]
+    cols = torch.randint(0, 700, (sum(lengths),), generator=generator, dtype=torch.int32)
+    cols[5:3005] = cols[5:3005].sort().values
+    offsets = torch.tensor([0, *lengths]).cumsum(0).int()
+    dy, x = normal(50, 5, device=device), normal(50, 700, device=device)
+    out = kernels.sddmm(dy, x, cols.to(device), offsets.to(device))
+    assert_close(out, oracle(to_numpy(dy), to_numpy(x), *to_numpy((cols, offsets))))
+    assert torch.equal(kernels.sddmm(dy, x, cols.to(device), offsets.to(device)), out)
+
+
+def test_case_9_nan_reaches_its_own_entries(device, normal, sparse):
+    w = sparse(30, 40, 0.3)
+    cols, offsets = pattern(w, device)
+    dy, x = normal(20, 30, device=device), normal(20, 40, device=device)
+    x[3, 5] = NAN
+    out = kernels.sddmm(dy, x, cols, offsets)
+    assert torch.equal(out.isnan(), cols == 5)
+
+
+def test_refuses_what_does_not_fit(device, normal, sparse):
+    cols, offsets = pattern(sparse(5, 6, 0.5), device)
+    dy, x = normal(4, 5, device=device), normal(4, 6, device=device)
+    with pytest.raises(TypeError, match=r"^dy must be float32, float16, bfloat16, got float64"):
+        kernels.sddmm(dy.double(), x, cols, offsets)
+    with pytest.raises(TypeError, match=r"^x must be float32, got float16"):
+        kernels.sddmm(dy, x.half(), cols, offsets)
+    with pytest.raises(ValueError, match=r"^x must have shape \(4, any\), got \(3, 6\)"):
+        kernels.sddmm(dy, x[:3], cols, offsets)
+    with pytest.raises(ValueError, match=r"^row_offsets must have shape \(6,\), got \(5,\)"):
+        kernels.sddmm(dy, x, cols, offsets[1:])
+    with pytest.raises(ValueError, match=r"^col_indices\[0\] is 6, outside \[0, 6\)"):
+        kernels.sddmm(dy, x, torch.full_like(cols, 6), offsets)
