@@ -35,7 +35,10 @@ class Pattern:
         rows = torch.repeat_interleave(torch.arange(n, device=self.cols.device), self.offsets.diff())
         cols, order = torch.sort(self.cols.int(), stable=True)  # rows ascend within a column
         cols_of_w, offsets = rows[order].int(), _offsets(cols, k)
-        return _Transposed(order, cols_of_w, offsets, kernels.spmm_csr.plan(cols_of_w, offsets, shape=(k, n)))
+        found = _Transposed(order, cols_of_w, offsets, kernels.spmm_csr.plan(cols_of_w, offsets, shape=(k, n)))
+        if cols.is_cuda:
+            torch.cuda.current_stream(cols.device).synchronize()  # it is there for every stream
+        return found
 
     def times(self, dz: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
         """``dz (M, N) @ W``, (M, K): the gradient of the layer's input."""
