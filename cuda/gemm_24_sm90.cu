@@ -39,14 +39,13 @@ template <typename T, typename OutT, int MI> struct FloatEpilogue24 {
     }
 };
 
-template <typename T, typename O, int BO, int BB, int CONSUMERS, int STAGES, int CO, int CB, int SPLIT, int PANELS,
-          bool PINGPONG>
-__global__ void __cluster_dims__(CO * CB * SPLIT, 1, 1) __launch_bounds__(WARPGROUP * (CONSUMERS + 1), 1)
+template <typename T, typename O, int BO, int BB, int CONSUMERS, int STAGES, int CO, int SPLIT, int PANELS>
+__global__ void __cluster_dims__(CO * SPLIT, 1, 1) __launch_bounds__(WARPGROUP * (CONSUMERS + 1), 1)
 gemm_24_sm90(const __grid_constant__ TensorMap x_map, const __grid_constant__ TensorMap w_map,
              const uint4* __restrict__ packed, const __grid_constant__ TensorMap y_map,
              const T* __restrict__ bias, O* y, int M, int N, int K, int flags, int group) {
-    using Epilogue = FloatEpilogue24<T, O, BO / 64 / (PINGPONG ? 1 : CONSUMERS)>;
+    using Epilogue = FloatEpilogue24<T, O, BO / 64 / CONSUMERS>;
     Epilogue epilogue{bias, N, flags & RELU ? 0.0f : -infinity()};
-    Pipeline24<T, T, BO, BB, CONSUMERS, STAGES, CO, CB, SPLIT, PANELS, PINGPONG, Epilogue>::run(
+    Pipeline24<T, T, BO, BB, CONSUMERS, STAGES, CO, SPLIT, PANELS, Epilogue>::run(
         x_map, w_map, packed, y_map, y, M, N, K, flags, group, epilogue);
 }

@@ -79,13 +79,12 @@ template <typename O, int BB, int MI> struct ScaleEpilogue24 {
     }
 };
 
-template <typename U, typename O, int BO, int BB, int CONSUMERS, int STAGES, int CO, int CB, int SPLIT, int PANELS,
-          bool PINGPONG>
-__global__ void __cluster_dims__(CO * CB * SPLIT, 1, 1) __launch_bounds__(WARPGROUP * (CONSUMERS + 1), 1)
+template <typename U, typename O, int BO, int BB, int CONSUMERS, int STAGES, int CO, int SPLIT, int PANELS>
+__global__ void __cluster_dims__(CO * SPLIT, 1, 1) __launch_bounds__(WARPGROUP * (CONSUMERS + 1), 1)
 gemm_int8_24_sm90(const __grid_constant__ TensorMap x_map, const __grid_constant__ TensorMap w_map,
                   const uint4* __restrict__ packed, const __grid_constant__ TensorMap y_map, O* y,
                   const __grid_constant__ Int8Epilogue e, int M, int N, int K, int flags, int group) {
-    using Epilogue = ScaleEpilogue24<O, BB, BO / 64 / (PINGPONG ? 1 : CONSUMERS)>;
-    Pipeline24<signed char, U, BO, BB, CONSUMERS, STAGES, CO, CB, SPLIT, PANELS, PINGPONG, Epilogue>::run(
+    using Epilogue = ScaleEpilogue24<O, BB, BO / 64 / CONSUMERS>;
+    Pipeline24<signed char, U, BO, BB, CONSUMERS, STAGES, CO, SPLIT, PANELS, Epilogue>::run(
         x_map, w_map, packed, y_map, y, M, N, K, flags, group, Epilogue(e, M, N));
 }

@@ -4,8 +4,8 @@
 //   which two of four neighbouring columns a row of w keeps: first | second << 2.
 //
 // Only the left operand of a wgmma may be sparse, so w comes first, a tile of sums is BO outputs x BB batch rows, and the
-// epilogue turns it over on its way out. The ideas (persistent clusters, multicast, warp specialisation, turns, split K)
-// are those of gemm_sm90.cuh. What is different:
+// epilogue turns it over on its way out. The ideas (persistent clusters, multicast of x, warp specialisation, split K) are
+// those of gemm_sm90.cuh. What is different:
 //   bytes      an instruction does twice the work on the same 32 bytes of a row of w, and reads 64 of each row of x. So
 //              shared memory, not arithmetic, is the limit: BB is as wide as an instruction can be.
 //   a stage    holds 128 bytes of each row of x (128-byte swizzled) and the 64 of w that meet them (64-byte swizzled).
@@ -46,20 +46,6 @@ __device__ __forceinline__ void stmatrix_x4_transposed(void* to, unsigned a, uns
                  : "memory");
 }
 
-__device__ __forceinline__ void bounded_wait(unsigned long long* barrier, unsigned parity) {
-#pragma unroll 1
-    for (int tries = 0; tries < 1 << 22; ++tries) {
-        unsigned done;
-        asm volatile(
-            "{\n.reg .pred p;\nmbarrier.try_wait.parity.shared::cta.b64 p, [%1], %2;\nselp.u32 %0, 1, 0, p;\n}"
-            : "=r"(done)
-            : "r"(shared_address(barrier)), "r"(parity)
-            : "memory");
-        if (done) return;
-    }
-    __trap();
-}
-
 // Metadata are packed in pieces of 16 bytes, so many for 64 outputs and a block of stages.
 template <int SIZE> constexpr int PIECES = SIZE == 1 ? 128 : 64;
 
@@ -98,27 +84,15 @@ pack_24(const unsigned char* __restrict__ metadata, long long stride, uint4* __r
     packed[at] = make_uint4(words[0], words[1], words[2], words[3]);
 }
 
-// Load this block's share of ROWS rows of BYTES bytes and send it to the blocks in `mask`.
-template <int ROWS, int BYTES, int SHARES>
-__device__ __forceinline__ void load_share(char* tile, const TensorMap* map, unsigned long long* barrier, int inner,
-                                           int row, int share, unsigned short mask) {
-    constexpr int MINE = ROWS / SHARES;
-    row += share * MINE;
-    tile += share * MINE * BYTES;
-    if (SHARES == 1) tma_load(tile, map, barrier, inner, row);
-    else tma_load_multicast(tile, map, barrier, inner, row, mask);
-}
-
 // T and U are the types of w and x.
-template <typename T, typename U, int BO, int BB, int CONSUMERS, int STAGES, int CO, int CB, int SPLIT, int PANELS,
-          bool PINGPONG, class Epilogue>
+template <typename T, typename U, int BO, int BB, int CONSUMERS, int STAGES, int CO, int SPLIT, int PANELS,
+          class Epilogue>
 struct Pipeline24 {
     using O = typename Epilogue::Out;
     using Sum = typename Epilogue::Sum;
     using Value = typename Epilogue::Value;
-    static constexpr int SHARERS = PINGPONG ? 1 : CONSUMERS;
-    static constexpr int MI = BO / (64 * SHARERS);
-    static constexpr int CLUSTER = CO * CB * SPLIT;
+    static constexpr int MI = BO / (64 * CONSUMERS);
+    static constexpr int CLUSTER = CO * SPLIT;
     static constexpr int BK = ROW / sizeof(U);
     static constexpr int AHEAD = MI == 1 ? 2 : 1;  // blocks of metadata that are fetched ahead
     static constexpr int X_BYTES = BB * ROW, W_BYTES = BO * KEPT, STAGE_BYTES = X_BYTES + W_BYTES;
@@ -127,13 +101,12 @@ struct Pipeline24 {
     static constexpr int Y_BYTES = SPLIT == 1 ? CONSUMERS * PANELS * PANEL_BYTES : 0;
     static constexpr int SHARED =
         STAGES * (STAGE_BYTES + 16) + Y_BYTES + CONSUMERS * BB * Epilogue::ROW_BYTES + 1024;
-    static_assert(CONSUMERS <= 3, "the registers are divided among three consumers at most");
-    static_assert(BO == 64 * SHARERS * MI, "consumers divide the tile into whole 64-output wgmma tiles");
-    static_assert(MI * BB <= (CONSUMERS == 2 ? 384 : 256), "a consumer's accumulators must fit its registers");
-    static_assert(SPLIT == 1 || (CO == 1 && CB == 1), "a cluster either splits K or multicasts");
+    static_assert(CONSUMERS <= 2, "the registers are divided among two consumers at most");
+    static_assert(BO == 64 * CONSUMERS * MI, "consumers divide the tile into whole 64-output wgmma tiles");
+    static_assert(MI * BB <= 256, "a consumer's accumulators must fit its registers");
+    static_assert(SPLIT == 1 || CO == 1, "a cluster either splits K or multicasts");
     static_assert(SPLIT == 1 || BO * BB * 4 <= STAGES * STAGE_BYTES, "split sums reuse the stages' memory");
-    static_assert(!PINGPONG || (SPLIT == 1 && CONSUMERS == 2), "two consumers take turns at whole tiles");
-    static_assert(BB % PR == 0 && BB / CO % 8 == 0 && BO / CB % 8 == 0, "whole swizzle atoms are loaded and stored");
+    static_assert(BB % PR == 0 && BB / CO % 8 == 0, "whole swizzle atoms are loaded and stored");
     static_assert(SHARED <= 227 * 1024, "more shared memory than Hopper gives a block");
 
     static __device__ __forceinline__ void run(const TensorMap& x_map, const TensorMap& w_map, const uint4* e,
@@ -149,13 +122,13 @@ struct Pipeline24 {
         auto* const empty = full + STAGES;
 
         const unsigned rank = CLUSTER > 1 ? cluster_rank() : 0;
-        const int co = SPLIT > 1 ? 0 : rank % CO, cb = SPLIT > 1 ? 0 : rank / CO;
+        const int co = SPLIT > 1 ? 0 : rank;
         if (threadIdx.x == 0) {
             tma_prefetch(&x_map);
             tma_prefetch(&w_map);
             for (int s = 0; s < STAGES; ++s) {
                 mbarrier_init(&full[s], 1);
-                mbarrier_init(&empty[s], SHARERS * (SPLIT > 1 ? 1 : CO + CB - 1));
+                mbarrier_init(&empty[s], CONSUMERS * CO);
             }
             mbarrier_init_fence();
         }
@@ -166,13 +139,13 @@ struct Pipeline24 {
         else if (threadIdx.x < 32) barrier_arrive(READY, 32 + CONSUMERS * WARPGROUP);
 
         // Every block of a cluster walks the same list of cluster tiles, in groups of `group` along the batch.
-        const int tiles_b = (M + BB * CB - 1) / (BB * CB), tiles_o = (N + BO * CO - 1) / (BO * CO);
+        const int tiles_b = (M + BB - 1) / BB, tiles_o = (N + BO * CO - 1) / (BO * CO);
         const int tiles = tiles_b * tiles_o, clusters = gridDim.x / CLUSTER;
         auto place = [&](int tile, int& m, int& n) {
             const int first = tile / (group * tiles_o) * group;
             const int height = min(group, tiles_b - first);
             const int within = tile % (group * tiles_o);
-            m = ((first + within % height) * CB + cb) * BB;
+            m = (first + within % height) * BB;
             n = ((within / height) * CO + co) * BO;
         };
         const int k_tiles = (K + BK - 1) / BK;
@@ -180,32 +153,30 @@ struct Pipeline24 {
         const int k_share = (k_blocks + SPLIT - 1) / SPLIT * BLOCK;  // whole blocks of metadata
         const int k_first = SPLIT > 1 ? static_cast<int>(rank) * k_share : 0;
         const int k_count = max(0, min(k_share, k_tiles - k_first)), k_end = k_first + k_count;
+
         if (warpgroup == 0) {
-            if (CONSUMERS == 2) give_registers<MI * BB <= 256 ? 40 : 24>();
-            if (CONSUMERS == 3) give_registers<32>();
+            if (CONSUMERS > 1) give_registers<40>();
             if (threadIdx.x == 0) {
-                unsigned short x_mask = 0, w_mask = 0;
-                for (int i = 0; i < CO; ++i) x_mask |= 1 << (cb * CO + i);
-                for (int i = 0; i < CB; ++i) w_mask |= 1 << (i * CO + co);
                 int stage = 0;
                 unsigned phase = 0;
                 for (int tile = blockIdx.x / CLUSTER; tile < tiles; tile += clusters) {
                     int m, n;
                     place(tile, m, n);
                     for (int k = k_first; k < k_end; ++k) {
-                        bounded_wait(&empty[stage], phase ^ 1);
+                        mbarrier_wait(&empty[stage], phase ^ 1);
                         mbarrier_expect_bytes(&full[stage], STAGE_BYTES);
-                        load_share<BB, ROW, CO>(x_tiles + stage * X_BYTES, &x_map, &full[stage], k * BK, m, co, x_mask);
-                        load_share<BO, KEPT, CB>(w_tiles + stage * W_BYTES, &w_map, &full[stage], k * BK / 2, n, cb,
-                                                 w_mask);
+                        char* const x_tile = x_tiles + stage * X_BYTES + co * (BB / CO) * ROW;
+                        const int row = m + co * (BB / CO);
+                        if (CO == 1) tma_load(x_tile, &x_map, &full[stage], k * BK, row);
+                        else tma_load_multicast(x_tile, &x_map, &full[stage], k * BK, row, (1 << CO) - 1);
+                        tma_load(w_tiles + stage * W_BYTES, &w_map, &full[stage], k * BK / 2, n);
                         if (++stage == STAGES) stage = 0, phase ^= 1;
                     }
                 }
             }
         } else {
-            if (CONSUMERS == 2) take_registers<MI * BB <= 256 ? 232 : 240>();
-            if (CONSUMERS == 3) take_registers<160>();
-            const int consumer = warpgroup - 1, share = PINGPONG ? 0 : consumer;
+            if (CONSUMERS > 1) take_registers<232>();
+            const int consumer = warpgroup - 1;
             const int thread = threadIdx.x % WARPGROUP, lane = thread % 32, warp = thread / 32;
             int stage = 0;
             unsigned phase = 0;
@@ -213,12 +184,12 @@ struct Pipeline24 {
             auto release = [&](unsigned long long* barrier) {
                 if (CLUSTER == 1 || SPLIT > 1) {
                     if (thread == 0) mbarrier_arrive(barrier);
-                } else if (thread < CLUSTER && (thread % CO == co || thread / CO == cb)) {
+                } else if (thread < CLUSTER) {
                     mbarrier_arrive_at(barrier, thread);
                 }
             };
 
-            const int output = share * MI * 64 + 16 * warp + lane / 4;  // of the block's tile, for i = h = 0 (see acc)
+            const int output = consumer * MI * 64 + 16 * warp + lane / 4;  // of the block's tile, for i = h = 0 (see acc)
             const int row = 2 * (lane % 4);
             // This thread's piece of a wgmma tile's metadata: see pack_24.
             e += sizeof(T) == 1 ? thread : warp * 16 + lane / 4 * 2 + lane % 2;
@@ -227,7 +198,7 @@ struct Pipeline24 {
             auto fetch = [&](uint4 (&to)[MI], int n0, int block) {
 #pragma unroll
                 for (int i = 0; i < MI; ++i)
-                    to[i] = __ldg(e + (static_cast<long long>(min(n0 / 64 + share * MI + i, last)) * k_blocks +
+                    to[i] = __ldg(e + (static_cast<long long>(min(n0 / 64 + consumer * MI + i, last)) * k_blocks +
                                        min(block, k_blocks - 1)) * PIECES<sizeof(T)>);
             };
             auto fetch_first = [&](int tile) {
@@ -237,19 +208,11 @@ struct Pipeline24 {
 #pragma unroll
                 for (int p = 0; p < AHEAD; ++p) fetch(coming[p], n, k_first / BLOCK + p);
             };
-            fetch_first(blockIdx.x / CLUSTER + (PINGPONG ? consumer * clusters : 0));
+            fetch_first(blockIdx.x / CLUSTER);
             const unsigned nothing = flags >> 31;  // zero, which the compiler does not know
             unsigned even[MI][STEPS_24], odd[MI][STEPS_24];
             zero(even), zero(odd);
-            int turn = 0;
-            if (PINGPONG && consumer == 1) barrier_arrive(TURN + 0, 2 * WARPGROUP);  // the first turn is consumer 0's
             for (int tile = blockIdx.x / CLUSTER; tile < tiles; tile += clusters) {
-                if (PINGPONG && turn++ % 2 != consumer) {  // the other one's: step over its stages
-                    stage += k_count;
-                    phase ^= stage / STAGES % 2;
-                    stage %= STAGES;
-                    continue;
-                }
                 int m0, n0;
                 place(tile, m0, n0);
                 Sum acc[MI][BB / 2];
@@ -257,9 +220,6 @@ struct Pipeline24 {
                 auto together = [&] { barrier_sync(OWN + consumer, WARPGROUP); };
                 epilogue.begin(rows + consumer * BB * Epilogue::ROW_BYTES, m0, thread, together);
                 epilogue.outputs(n0 + output);
-                // A parity tells two phases apart, no more: a consumer may not wait for its stages while the other's are
-                // still to come.
-                if (PINGPONG) barrier_sync(TURN + consumer, 2 * WARPGROUP);
                 int previous = 0;
                 // Begin the products of stage k, whose metadata are the first or the second half of a piece, and wait for
                 // those before; this set of registers is theirs.
@@ -269,9 +229,9 @@ struct Pipeline24 {
                         metadata[i][0] = (half ? block[i].z : block[i].x) | (metadata[i][0] & nothing);
                         metadata[i][1] = (half ? block[i].w : block[i].y) | (metadata[i][1] & nothing);
                     }
-                    bounded_wait(&full[stage], phase);
+                    mbarrier_wait(&full[stage], phase);
                     const char* const xs = x_tiles + stage * X_BYTES;
-                    const char* const ws = w_tiles + stage * W_BYTES + share * MI * 64 * KEPT;
+                    const char* const ws = w_tiles + stage * W_BYTES + consumer * MI * 64 * KEPT;
                     wgmma_fence();
 #pragma unroll
                     for (int kk = 0; kk < STEPS_24; ++kk) {
@@ -299,8 +259,7 @@ struct Pipeline24 {
                     }
                 }
             begun:
-                fetch_first(tile + (PINGPONG ? 2 : 1) * clusters);
-                if (PINGPONG) barrier_arrive(TURN + 1 - consumer, 2 * WARPGROUP);
+                fetch_first(tile + clusters);
                 wgmma_wait<0>();
                 if (k_count > 0) release(&empty[previous]);
 
@@ -349,7 +308,7 @@ struct Pipeline24 {
 #pragma unroll
                     for (int p = 0; p < MI * BB / PR; ++p) {
                         const int i = p / (BB / PR), first = p % (BB / PR) * PR;
-                        const int panel_m = m0 + first, panel_n = n0 + (share * MI + i) * 64;
+                        const int panel_m = m0 + first, panel_n = n0 + (consumer * MI + i) * 64;
                         char* const panel = mine + p % PANELS * PANEL_BYTES;
                         if (thread == 0) tma_store_wait_read<PANELS - 1>();
                         together();

@@ -34,14 +34,13 @@ _X_BYTES, _W_BYTES = 128, 64  # of a row of x and of values in a stage
 _BLOCK = 2  # stages of a block of packed metadata
 _PANEL_ROWS = 32
 _NO_MAP = bytes(128)
-_BOOL = ("false", "true")
 
 
 @dataclass(frozen=True)
 class Config:
     """One instance of the kernel; the names are its template parameters, explained in ``common/gemm_24_sm90.cuh``.
 
-    ``bo x bb`` outputs by batch rows are a block's tile, ``co x cb`` the blocks of a cluster that share loads,
+    ``bo x bb`` outputs by batch rows are a block's tile, ``co`` the blocks of a cluster that share loads of x,
     ``split`` those that divide K, ``panels`` how many pieces of 32 rows by 64 outputs of y a consumer may have on their
     way to memory, and ``group`` the tiles along the batch that are walked together.
     """
@@ -51,22 +50,19 @@ class Config:
     consumers: int
     stages: int
     co: int = 1
-    cb: int = 1
     split: int = 1
     panels: int = 1
-    pingpong: bool = False
     group: int = 8
 
     def __post_init__(self):
         """Raise ValueError for what the kernel's static assertions or a Hopper block would refuse."""
-        sharers = 1 if self.pingpong else self.consumers
-        if self.bo % (64 * sharers) or self.bb not in (16, 32, 64, 128, 192, 256):
+        if self.bo % (64 * self.consumers) or self.bb not in (16, 64, 128, 256):
             raise ValueError(f"no wgmma tiles of 64 outputs by {self.bb} divide the tile: {self}")
-        if self.bo // (64 * sharers) * self.bb > (384 if self.consumers == 2 else 256):
+        if self.bo // (64 * self.consumers) * self.bb > 256:
             raise ValueError(f"a consumer cannot hold its share of the tile: {self}")
-        if self.bb // self.co % 8 or self.bo // self.cb % 8:
+        if self.bb // self.co % 8:
             raise ValueError(f"the blocks of the cluster cannot divide the loads: {self}")
-        if self.split > 1 and (self.co * self.cb > 1 or self.pingpong):
+        if self.split > 1 and self.co > 1:
             raise ValueError(f"a cluster either splits K or shares loads: {self}")
         if self.split > 1 and self.bo * self.bb * 4 > self.stages * (self.bb * _X_BYTES + self.bo * _W_BYTES):
             raise ValueError(f"the partial sums do not fit the stages' memory: {self}")
@@ -75,13 +71,17 @@ class Config:
 
     @property
     def cluster(self) -> int:
-        return self.co * self.cb * self.split
+        return self.co * self.split
 
     def shared(self, out_bytes: int, row_bytes: int) -> int:
         """Dynamic shared memory a block, in bytes, where the epilogue keeps ``row_bytes`` for each batch row."""
         loads = self.stages * (self.bb * _X_BYTES + self.bo * _W_BYTES + 16)
         panels = self.consumers * self.panels * self.panel_rows * 64 * out_bytes if self.split == 1 else 0
         return loads + panels + self.consumers * self.bb * row_bytes + 1024
+
+    def tiles(self, m: int, n: int) -> int:
+        """Tiles of an (m, n) product."""
+        return -(-n // self.bo) * -(-m // self.bb)
 
     @property
     def panel_rows(self) -> int:
@@ -90,27 +90,25 @@ class Config:
     @property
     def tile_arguments(self) -> str:
         """The template arguments after the types."""
-        sizes = (self.bo, self.bb, self.consumers, self.stages, self.co, self.cb, self.split, self.panels)
-        return f"{', '.join(map(str, sizes))}, {_BOOL[self.pingpong]}"
+        sizes = (self.bo, self.bb, self.consumers, self.stages, self.co, self.split, self.panels)
+        return ", ".join(map(str, sizes))
 
     def grid(self, m: int, n: int, sms: int) -> tuple[int, int]:
         """Blocks and threads a block: all tiles at once where K is split, else as many clusters as the chip holds."""
-        tiles = -(-n // (self.bo * self.co)) * -(-m // (self.bb * self.cb))
+        tiles = -(-n // (self.bo * self.co)) * -(-m // self.bb)
         clusters = tiles if self.split > 1 else min(tiles, sms // self.cluster)
         return clusters * self.cluster, 128 * (self.consumers + 1)
 
 
-CONFIGS = (
-    Config(128, 256, 2, 5, co=2),
-    Config(128, 128, 2, 8, cb=2, panels=2, pingpong=True),
-    Config(128, 128, 2, 8, panels=2),
-    Config(128, 64, 2, 8, panels=2),
-    Config(64, 128, 1, 8, panels=2),
-    Config(64, 64, 1, 12, split=2),
-    Config(64, 16, 1, 24, split=2),
-)
+BIG = Config(128, 256, 2, 5, co=2)
+ALONE = Config(128, 256, 2, 5)  # where no block computes a second tile
+SHORT = Config(128, 256, 2, 4, co=2, panels=3)  # for few columns: y takes a good part of the time
+SQUARE = Config(128, 128, 2, 8, panels=2)
+SMALL = Config(128, 64, 2, 8, panels=2)
+FEW_ROWS, FEWER_ROWS = Config(64, 64, 1, 12, split=2), Config(64, 16, 1, 24, split=2)
+CONFIGS = (BIG, ALONE, SHORT, SQUARE, SMALL, FEW_ROWS, FEWER_ROWS)
 # Outputs but in 16 bits, and unsigned activations, are compiled for fewer shapes; these serve all sizes well enough.
-FEW = (Config(128, 256, 2, 4, co=2), CONFIGS[4])
+FEW = (Config(128, 256, 2, 4, co=2), Config(64, 128, 1, 8, panels=2))
 
 
 def instance(config: Config, x: torch.dtype, out: torch.dtype) -> str:
@@ -140,9 +138,15 @@ def supports(x: torch.Tensor, n: int, out: torch.dtype) -> bool:
 
 
 def choose(m: int, n: int, k: int, built: tuple[Config, ...], sms: int) -> Config:
-    """The biggest tile that gives most multiprocessors one, else the last."""
-    fills = (c for c in built if -(-n // c.bo) * -(-m // c.bb) * c.split >= 0.75 * sms)
-    return next(fills, built[-1])
+    """The configuration of ``built`` for a shape; one overtook the other at these bounds on an H200, 2026-11-30."""
+    if built is FEW:
+        return FEW[0] if FEW[0].tiles(m, n) >= 0.75 * sms else FEW[1]
+    if m <= 64 and k >= 2048:
+        return FEWER_ROWS if m <= 16 else FEW_ROWS
+    tiles = BIG.tiles(m, n)
+    if tiles >= 0.75 * sms:
+        return ALONE if tiles <= sms else SHORT if k <= 1024 else BIG
+    return SQUARE if SQUARE.tiles(m, n) >= 0.75 * sms else SMALL
 
 
 @dataclass(frozen=True, eq=False)
@@ -220,7 +224,7 @@ def _plan(device, m, n, k, ldx, ldv, x, out, y_offset, relu, config) -> _Plan:
             config.shared(out.itemsize, 8 if int8 else 0),
         ),
         (x, m, k, ldx, (config.bb // config.co, step)),
-        (torch.int8 if int8 else x, n, wide // 2, ldv, (config.bo // config.cb, step // 2), False, 64),
+        (torch.int8 if int8 else x, n, wide // 2, ldv, (config.bo, step // 2), False, 64),
         y_map,
         (m, n, k, flags, config.group),
     )

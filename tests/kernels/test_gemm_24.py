@@ -206,6 +206,23 @@ def test_what_is_made_of_weights_is_kept_while_they_are_the_same(device):
     assert key not in _two_four._kept
 
 
+def test_the_choice_of_a_configuration():
+    built, few = _gemm_24_sm90.CONFIGS, _gemm_24_sm90.FEW
+    chosen = {
+        (8192, 8192, 8192): _gemm_24_sm90.BIG,
+        (2048, 2048, 2048): _gemm_24_sm90.ALONE,
+        (60_000, 256, 784): _gemm_24_sm90.SHORT,
+        (2048, 1024, 4096): _gemm_24_sm90.SQUARE,
+        (1024, 1024, 1024): _gemm_24_sm90.SMALL,
+        (64, 4096, 784): _gemm_24_sm90.SMALL,
+        (64, 4096, 4096): _gemm_24_sm90.FEW_ROWS,
+        (1, 4096, 4096): _gemm_24_sm90.FEWER_ROWS,
+    }
+    assert {shape: _gemm_24_sm90.choose(*shape, built, 132) for shape in chosen} == chosen
+    assert _gemm_24_sm90.choose(4096, 4096, 64, few, 132) == few[0]
+    assert _gemm_24_sm90.choose(1, 1, 1, few, 132) == few[1]
+
+
 def test_configurations_fit_hopper():
     for config in SM90_CONFIGS:
         assert config.shared(2, 8) <= 227 * 1024
