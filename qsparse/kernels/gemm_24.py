@@ -39,12 +39,19 @@ def gemm_24(x, values, metadata, bias=None, *, relu: bool = False, out_dtype=Non
     -------
     (M, N) ``out_dtype``, row-major; sums are held in float32 and rounded once.
 
-    The tier "simt", which takes everything, expands the weights and calls :func:`gemm`, as a CPU does: there the zeros
-    between are multiplied too, by a NaN or an infinity of ``x``, say. Columns that do not ascend are not looked for
-    and give wrong numbers (``qsparse.sparse.expand_24`` refuses them).
+    A Hopper card multiplies by ``wgmma.sp`` (``sm90``) unless an array is empty, cards of 8.0 and newer by ``mma.sp``
+    (``sm80``) where K is a multiple of 32. The tier "simt", which takes everything, expands the weights and calls
+    :func:`gemm`, as a CPU and float32 do: there the zeros between are multiplied too, by a NaN or an infinity of ``x``,
+    say. What a tier wants of the weights in another layout is made at their first use and kept beside them: as many
+    bytes again as the metadata have, and the values' where their rows do not begin on 16 bytes.
+
+    Columns that do not ascend are not looked for and give wrong numbers (``qsparse.sparse.expand_24`` refuses them).
 
     Raises TypeError for another dtype; ValueError for shapes that do not fit, arrays on two devices, or a ``tier``
     that this GPU or these arrays cannot have.
+
+    Sources: A. Mishra et al., "Accelerating sparse deep neural networks" (2021); PTX ISA, sections on sparse ``mma``
+    and ``wgmma``.
     """
     if torch.compiler.is_compiling() and tier is None:
         return _operator(x, values, metadata, bias, relu, out_dtype or x.dtype)

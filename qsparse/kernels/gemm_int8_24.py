@@ -64,7 +64,9 @@ def gemm_int8_24(
     -------
     (M, N) ``out_dtype``, row-major.
 
-    The tier "simt", which takes everything, expands the weights and calls :func:`gemm_int8`, as a CPU does.
+    The tiers are those of :func:`gemm_24`, which also says what is kept beside the weights; "simt", which takes
+    everything, expands the weights and calls :func:`gemm_int8`, as a CPU does, and for int64 sums every card. Integers
+    and epilogue are the same in all of them, so the bits are.
 
     Raises TypeError and ValueError naming the argument.
     """
