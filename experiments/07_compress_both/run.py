@@ -17,6 +17,7 @@ import shutil
 import statistics
 import tempfile
 import tomllib
+import traceback
 from pathlib import Path
 from typing import Any
 
@@ -24,8 +25,9 @@ from matplotlib.figure import Figure
 
 import qsparse
 from qsparse import checkpoint
-from qsparse.data import Dataset
+from qsparse.data import Dataset, Split
 from qsparse.device import resolve_device
+from qsparse.errors import UserError
 from qsparse.measure import measure
 from qsparse.models import MLP
 from qsparse.sparse import SparseConfig, prune, sparsify_as
@@ -70,8 +72,29 @@ def rows_of(network: dict[str, Any], cases: list[dict[str, Any]], seed: int, dev
         more = {"order": "prune-first", "finetune_epochs": 0, **case}
         details[case["label"]] |= {key: more[key] for key in more.keys() - {"label", "wide", "dtype", "format"}}
     how = {"batches": network["batches"]} if "batches" in network else {"batches": (1,), "budget_s": 0.001}
-    rows = measure(models, dataset.test, device=resolve_device(device), details=details, **how)
-    return rows if device == "cuda" else [{**row, **dict.fromkeys(TIMES), "timer": None} for row in rows]
+    how |= {"device": resolve_device(device)}
+    if device == "cuda":
+        return timed(models, dataset.test, details, how)
+    rows = measure(models, dataset.test, details=details, **how)
+    return [{**row, **dict.fromkeys(TIMES), "timer": None} for row in rows]
+
+
+def timed(models: dict[str, MLP], test: Split, details: dict[str, dict], how: dict[str, Any]) -> list[dict[str, Any]]:
+    """All in turn; where one cannot run, each beside the baseline alone, and what fails is said and left out."""
+    try:
+        return measure(models, test, details=details, **how)
+    except (RuntimeError, UserError):
+        traceback.print_exc()
+    baseline, rows = models.pop("baseline"), []
+    for name, model in models.items():
+        pair = {"baseline": baseline, name: model}
+        try:
+            found = measure(pair, test, details={each: details[each] for each in pair}, peers=not rows, **how)
+        except (RuntimeError, UserError) as error:
+            print(f"failed: {name}: {error}", flush=True)
+        else:
+            rows += found if not rows else found[1:2]
+    return rows
 
 
 def mean_and_half(values: list[float]) -> tuple[float, float]:
@@ -121,7 +144,11 @@ def times(rows: list[dict[str, Any]]) -> str:
         cells = " | ".join(f"{row['latency_us'][b]:,.1f} {row['speedup'][b]:.2f}x" for b in batches)
         accuracy = f"{row['accuracy']:.2%} | {row['accuracy_change']:+.2f}"
         lines.append(f"| {row['variant']} | {accuracy} | {cells} | {share(row)} |")
-    alone, both = (next(row for row in found if row["variant"].startswith(name)) for name in ("int8", "2:4 int8"))
+    alone, both = (
+        next((row for row in found if row["variant"].startswith(name)), None) for name in ("int8", "2:4 int8")
+    )
+    if alone is None or both is None:
+        return "\n".join(lines)
     ratio = alone["latency_us"][BATCH] / both["latency_us"][BATCH]
     lines += [
         "",

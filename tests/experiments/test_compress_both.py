@@ -53,3 +53,16 @@ def test_a_gpus_rows_make_the_second_table_and_its_sentence(run, rows, tmp_path)
     assert "At batch 4,096 int8 in 2:4 takes 80.0 µs and int8 alone 100.0 µs, 1.25 times as long" in said
     run.draw([*first, *gpu], tmp_path / "figure.png")
     assert (tmp_path / "figure.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_one_that_cannot_run_leaves_the_others(run, monkeypatch, capsys):
+    def measure(models, test, *, details, peers=True):
+        if "bad" in models:
+            raise RuntimeError("no such kernel")
+        return [{"variant": name, **details[name]} for name in [*models, *(["torch"] if peers else [])]]
+
+    monkeypatch.setattr(run, "measure", measure)
+    names = ["baseline", "int8", "bad", "2:4 int8"]
+    rows = run.timed(dict.fromkeys(names), None, {name: {"seed": 0} for name in [*names, "torch"]}, {})
+    assert [row["variant"] for row in rows] == ["baseline", "int8", "torch", "2:4 int8"]
+    assert "failed: bad: no such kernel" in capsys.readouterr().out
