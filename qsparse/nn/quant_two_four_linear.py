@@ -5,7 +5,11 @@ from __future__ import annotations
 import torch
 
 from qsparse import kernels
+from qsparse.kernels import _two_four
 from qsparse.nn.two_four_linear import TwoFourLinear
+
+_FEW = 16
+"""Outputs, as of a network's head: the weights are written out, and the rows are quantized and multiplied at once."""
 
 
 class QuantTwoFourLinear(TwoFourLinear):
@@ -42,9 +46,12 @@ class QuantTwoFourLinear(TwoFourLinear):
         return self.values.float() * self.weight_scale[:, None]
 
     def _rows(self, x: torch.Tensor) -> torch.Tensor:
+        relu = self.activation == "relu"
+        if x.is_cuda and self.out_features <= _FEW:
+            w = _two_four.expand(self.values, self.metadata, self.in_features)
+            return kernels.linear_int8(x, w, self.weight_scale, self.bias, relu=relu)
         q, scale = kernels.quantize_rows(x)
-        stored = self.values, self.metadata
-        return kernels.gemm_int8_24(q, *stored, scale, self.weight_scale, self.bias, relu=self.activation == "relu")
+        return kernels.gemm_int8_24(q, self.values, self.metadata, scale, self.weight_scale, self.bias, relu=relu)
 
     def cpu_kernel(self) -> str:
         return "gemm_int8_24:cpu"
