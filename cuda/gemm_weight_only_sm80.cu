@@ -10,23 +10,18 @@ gemm_weight_only_sm80(const __grid_constant__ Product<T> p, float* __restrict__ 
     using C = Config<BITS, BM, WN, TILES, WK, ROW, STAGES>;
     const int tiles_m = (p.M + BM - 1) / BM, part = blockIdx.x % p.split, tile = blockIdx.x / p.split;
     const int m0 = tile % tiles_m * BM, n0 = tile / tiles_m * C::BN;  // neighbours share the weights
-    const int column = threadIdx.x % C::BN, n = n0 + column;
-    const Column finish(p, n);
     const float* const mine = tile_sums<T, BITS, BM, WN, TILES, WK, ROW, STAGES>(p, part, m0, n0);
-    if (n >= p.N) return;
 #pragma unroll 1
-    for (int row = threadIdx.x / C::BN; row < min(BM, p.M - m0); row += C::THREADS / C::BN) {
+    for (int at = threadIdx.x; at < BM * C::BN; at += C::THREADS) {
+        const int row = at / C::BN, column = at % C::BN, m = m0 + row, n = n0 + column;
+        if (m >= p.M || n >= p.N) continue;
         float value = 0.0f;
 #pragma unroll
         for (int k = 0; k < WK; ++k) value += mine[(k * BM + row) * C::PITCH + column];
-        value *= finish.scale;
-        const long long out = static_cast<long long>(m0 + row) * p.N + n;
-        if (p.split > 1) {
-            sums[static_cast<long long>(part) * p.M * p.N + out] = value;
-        } else {
-            value += finish.bias;
-            p.y[out] = from_float<T>(p.relu ? relu_of(value) : value);
-        }
+        if (!p.group) value *= p.scale[n];
+        const long long out = static_cast<long long>(m) * p.N + n;
+        if (p.split > 1) sums[static_cast<long long>(part) * p.M * p.N + out] = value;
+        else p.finish(value, out, n);
     }
 }
 

@@ -18,26 +18,23 @@ gemm_weight_only_sm90(const __grid_constant__ Product<T> p) {
     using C = Config<BITS, BM, WN, TILES, WK, ROW, STAGES>;
     const int tiles_m = (p.M + BM - 1) / BM, part = blockIdx.x % p.split, tile = blockIdx.x / p.split;
     const int m0 = tile % tiles_m * BM, n0 = tile / tiles_m * C::BN;  // neighbours share the weights
-    const int column = threadIdx.x % C::BN, n = n0 + column;
-    const Column finish(p, n);
     const float* const mine = tile_sums<T, BITS, BM, WN, TILES, WK, ROW, STAGES>(p, part, m0, n0);
     if (p.split > 1) cluster_sync();
-    // The blocks of the cluster share out the tile's rows.
-    constexpr int ROWS = C::THREADS / C::BN;
-    if (n < p.N) {
+    // The blocks of the cluster share out the tile's elements.
 #pragma unroll 1
-        for (int row = part * ROWS + threadIdx.x / C::BN; row < min(BM, p.M - m0); row += p.split * ROWS) {
-            float value = 0.0f;
+    for (int at = part * C::THREADS + threadIdx.x; at < BM * C::BN; at += p.split * C::THREADS) {
+        const int row = at / C::BN, column = at % C::BN, m = m0 + row, n = n0 + column;
+        if (m >= p.M || n >= p.N) continue;
+        float value = 0.0f;
 #pragma unroll 4
-            for (int other = 0; other < p.split; ++other)
+        for (int other = 0; other < p.split; ++other)
 #pragma unroll
-                for (int k = 0; k < WK; ++k) {
-                    const float* const sum = mine + (k * BM + row) * C::PITCH + column;
-                    value += p.split > 1 ? cluster_load(sum, other) : *sum;
-                }
-            value = fmaf(value, finish.scale, finish.bias);
-            p.y[static_cast<long long>(m0 + row) * p.N + n] = from_float<T>(p.relu ? relu_of(value) : value);
-        }
+            for (int k = 0; k < WK; ++k) {
+                const float* const sum = mine + (k * BM + row) * C::PITCH + column;
+                value += p.split > 1 ? cluster_load(sum, other) : *sum;
+            }
+        if (!p.group) value *= p.scale[n];
+        p.finish(value, static_cast<long long>(m) * p.N + n, n);
     }
     if (p.split > 1) cluster_sync();  // others read this block's sums
 }

@@ -35,7 +35,6 @@ template <int BITS, int BM, int WN, int TILES, int WK, int ROW, int STAGES> stru
     static_assert(BM % 8 == 0, "mma is 8 rows of x wide");
     static_assert(BK % (WK * UNIT * BLOCK) == 0, "each warp has whole units of a slice");
     static_assert(WK * BM * PITCH * 4 <= STAGES * STAGE_BYTES, "the sums leave through the stages' memory");
-    static_assert(THREADS % BN == 0, "a thread finishes rows of one column");
     static_assert(STAGES >= 2, "one slice is on its way while another is multiplied");
 };
 
@@ -179,14 +178,11 @@ template <typename T> struct Product {
     const T* bias;
     T* y;
     int M, N, K, relu, split;
-};
 
-// What finishes a column of y: fetched before the products, and not waited for after them.
-struct Column {
-    float scale, bias;
-    template <typename T> __device__ __forceinline__ Column(const Product<T>& p, int n) : scale(1.0f), bias(-0.0f) {
-        if (!p.group && n < p.N) scale = p.scale[n];
-        if (p.bias && n < p.N) bias = to_float(p.bias[n]);  // x + -0 is x
+    // The sum of products `value` becomes the element `out` = (row, n) of y.
+    __device__ __forceinline__ void finish(float value, long long out, int n) const {
+        if (bias) value += to_float(bias[n]);
+        y[out] = from_float<T>(relu ? relu_of(value) : value);
     }
 };
 

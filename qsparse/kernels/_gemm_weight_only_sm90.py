@@ -51,6 +51,15 @@ def launch_gemm(
     launch((sm80.product(x, ldx, w, ldw, scale, group, bias, y, relu, split),))
 
 
+def is_faster(x: torch.Tensor, w: torch.Tensor) -> bool:
+    """Whether this tier is the faster one: where two blocks share a tile, as measured on an NVIDIA H200, 2026-11-30.
+
+    More blocks of a cluster find room on the chip too late, and a tile of one block is the same in both tiers.
+    """
+    bits = 8 if w.dtype == torch.int8 else 4
+    return choose(bits, x.shape[0], w.shape[0], x.shape[1], *sm80.limits(x.device.index))[1] == 2
+
+
 @functools.lru_cache(maxsize=4096)
 def choose(bits: int, m: int, n: int, k: int, *limits: int) -> tuple[sm80.Config, int]:
     """The tile and the split of K that are best by the model of the tier ``sm80``."""

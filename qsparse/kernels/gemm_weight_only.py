@@ -70,10 +70,10 @@ def gemm_weight_only(x, w, scale, bias=None, *, group: int | None = None, relu: 
     (M, N), dtype of ``x``, row-major.
 
     Up to 256 rows of float16 or bfloat16 ``x`` are multiplied by the integers themselves, which are read once, and
-    the sums of each group, in float32, by its scale (``sm80``; on Hopper ``sm90``, whose blocks add up their parts of K
-    in one launch). More rows, float32, and groups of no multiple of 32 columns take ``simt``: ``scale * q`` is written
-    out, rounded to the dtype of ``x``, and :func:`qsparse.kernels.gemm` does the rest. Any strides of ``w`` work; rows
-    that start on 16 bytes are read fastest.
+    the sums of each group, in float32, by its scale (``sm80``; on Hopper, where two blocks divide K, ``sm90``, which
+    adds up their parts in one launch). More rows, float32, and groups of no multiple of 32 columns take ``simt``:
+    ``scale * q`` is written out, rounded to the dtype of ``x``, and :func:`qsparse.kernels.gemm` does the rest. Any
+    strides of ``w`` work; rows that start on 16 bytes are read fastest.
 
     A row of ``x`` that holds NaN or Inf gives NaN or Inf in its own outputs only. Raises TypeError and ValueError
     naming the argument.
@@ -104,7 +104,8 @@ def gemm_weight_only(x, w, scale, bias=None, *, group: int | None = None, relu: 
     if best != "simt" and _gemm_weight_only_sm80.supports(x, w, group):
         possible.insert(0 if x.shape[0] <= _FEW_ROWS else 1, "sm80")
     if best == "sm90" and _gemm_weight_only_sm90.supports(x, w, group):
-        possible.append("sm90")
+        first = x.shape[0] <= _FEW_ROWS and _gemm_weight_only_sm90.is_faster(x, w)
+        possible.insert(0 if first else len(possible), "sm90")
     if tier is not None and tier not in possible:
         raise ValueError(f"tier {tier!r} is not possible for these arrays on this GPU; {', '.join(possible)} are")
     if (tier or possible[0]) == "simt":
