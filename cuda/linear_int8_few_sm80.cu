@@ -38,7 +38,7 @@ __device__ __forceinline__ void mma(int (&d)[4], unsigned a0, unsigned a1, unsig
 template <typename T> struct alignas(16) Vector { T at[16 / sizeof(T)]; };
 
 // ITEMS vectors of 16 bytes in each lane hold a row.
-template <typename T, int ITEMS, bool AHEAD>
+template <typename T, int ITEMS>
 __global__ void __launch_bounds__(THREADS, 3) linear_int8_few_sm80(const __grid_constant__ Head e) {
     constexpr int VEC = 16 / sizeof(T);
     extern __shared__ __align__(16) unsigned char shared[];
@@ -69,11 +69,6 @@ __global__ void __launch_bounds__(THREADS, 3) linear_int8_few_sm80(const __grid_
 #pragma unroll
             for (int v = 0; v < VEC; ++v) largest = max(largest, __float_as_uint(to_float(row[i].at[v])) & 0x7fffffffu);
         largest = __reduce_max_sync(~0u, largest);
-        if (AHEAD && r + WARPS < ROWS && m0 + r + WARPS < e.M) {  // this row has come: the next one sets out
-#pragma unroll 1
-            for (int at = lane * 128; at < e.K * static_cast<int>(sizeof(T)); at += 32 * 128)
-                asm volatile("prefetch.global.L2 [%0];" ::"l"(reinterpret_cast<const char*>(x + WARPS * e.K) + at));
-        }
         float s = __fdiv_rn(__uint_as_float(largest), 127.0f);
         if (s < 1.17549435e-38f) s = 1.0f;
         if (given) s = fixed;

@@ -18,13 +18,10 @@ _HEAD = struct.Struct("@6P6i")
 _FORMATS = f"{_HEAD.size}s"
 
 
-AHEAD = "false"
-
-
 def instance(dtype: torch.dtype, k: int) -> str:
     """The C++ name of the kernel for rows of ``k`` elements: it holds 1,024 or 4,096 of them."""
     held = 1024 if k <= 1024 else LONGEST
-    return f"linear_int8_few_sm80<{C_FLOATS[dtype]}, {held * dtype.itemsize // 512}, {AHEAD}>"
+    return f"linear_int8_few_sm80<{C_FLOATS[dtype]}, {held * dtype.itemsize // 512}>"
 
 
 INSTANCES = tuple(instance(dtype, k) for dtype in C_FLOATS for k in (1024, LONGEST))
