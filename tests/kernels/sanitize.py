@@ -13,7 +13,7 @@ import sys
 import torch
 
 from qsparse import kernels
-from qsparse.kernels import _gemm_24_sm90, _gemm_single_sm90, _gemm_sm90, _load, _mlp_int8_sm90
+from qsparse.kernels import _gemm_24_sm90, _gemm_single_sm90, _gemm_sm90, _load, _mlp_int8_rows_sm90, _mlp_int8_sm90
 from qsparse.sparse import compress_24
 from qsparse.sparse.bitmap_tiles import to_bitmap_tiles
 
@@ -87,6 +87,10 @@ def networks() -> None:
                 plan = _mlp_int8_sm90.plan(sizes, m, config, group)
                 if plan and plan.groups * group <= 132:
                     _mlp_int8_sm90.launch_mlp(x, layers, plan)
+            for config in _mlp_int8_rows_sm90.CONFIGS:
+                if _mlp_int8_rows_sm90.panels(sizes, config):
+                    _mlp_int8_rows_sm90.launch_mlp(x, layers, config)
+        kernels.linear_int8(x, weights[0][:10], scales[0][:10], biases[0][:10])
 
 
 def sparse() -> None:
