@@ -226,25 +226,21 @@ struct Output {
     int relu;
 };
 
-// V batch rows a lane, neighbours up to 16 bytes, further ones half a line away.
+// V batch rows a lane, four neighbours, and the next four half a line away.
 template <int V> struct Lane {
     static constexpr int BATCH = WARP * V, LINE = BATCH * 4;
-    static constexpr int NEXT_TO = V < 4 ? V : 4;
+    static constexpr int NEXT_TO = 4;
 
     static __device__ __forceinline__ int row(int lane, int j) {
         return j / NEXT_TO * (WARP * NEXT_TO) + lane * NEXT_TO + j % NEXT_TO;
     }
     // The lane's part of a line. Volatile: no load passes a wait.
     static __device__ __forceinline__ void load(float (&x)[V], unsigned from) {
-        if constexpr (V == 2) {
-            asm volatile("ld.shared.v2.f32 {%0, %1}, [%2];" : "=f"(x[0]), "=f"(x[1]) : "r"(from));
-        } else {
 #pragma unroll
-            for (int j = 0; j < V; j += 4)
-                asm volatile("ld.shared.v4.f32 {%0, %1, %2, %3}, [%4];"
-                             : "=f"(x[j]), "=f"(x[j + 1]), "=f"(x[j + 2]), "=f"(x[j + 3])
-                             : "r"(from + j / 4 * 512));
-        }
+        for (int j = 0; j < V; j += NEXT_TO)
+            asm volatile("ld.shared.v4.f32 {%0, %1, %2, %3}, [%4];"
+                         : "=f"(x[j]), "=f"(x[j + 1]), "=f"(x[j + 2]), "=f"(x[j + 3])
+                         : "r"(from + j / NEXT_TO * 512));
     }
 };
 

@@ -53,7 +53,7 @@ class Tile:
         return max(slabs, 4 * groups * _GROUP * (self.batch + 1))
 
 
-TILES = (Tile(8, 1, 12), Tile(4, 2, 12), Tile(2, 2, 12))
+TILES = (Tile(8, 1, 12),)
 
 
 def instances() -> tuple[str, ...]:
