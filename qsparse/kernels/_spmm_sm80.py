@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import torch
 
-from qsparse.kernels import _spmm_expand, _spmm_groups_sm90
+from qsparse.kernels import _spmm_expand_sm90, _spmm_groups_sm90
 from qsparse.kernels._face import C_FLOATS, matrix, rows
 from qsparse.kernels._load import launch, multiprocessors
 
@@ -170,8 +170,8 @@ def spmm(x, values, cols, row_offsets, bias, n: int, relu: bool, columns: bool, 
     hopper = torch.cuda.get_device_capability(x.device) == (9, 0)
     large = m > SMALL_M and n and nnz and k
     by_tensor_cores = large and hopper and not columns and not (ieee and x.dtype == torch.float32)
-    if by_tensor_cores and _spmm_expand.pays(x.dtype, m, n, k, nnz):
-        return _spmm_expand.spmm(x, values, cols, row_offsets, bias, n, relu)
+    if by_tensor_cores and _spmm_expand_sm90.pays(x.dtype, m, n, k, nnz):
+        return _spmm_expand_sm90.spmm(x, values, cols, row_offsets, bias, n, relu)
     y = torch.empty((n, m) if columns else (m, n), dtype=x.dtype, device=x.device)
     y = y.t() if columns else y
     if not y.numel():

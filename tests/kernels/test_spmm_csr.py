@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from qsparse import kernels
-from qsparse.kernels import _spmm_expand, _spmm_groups_sm90, _spmm_sm80
+from qsparse.kernels import _spmm_expand_sm90, _spmm_groups_sm90, _spmm_sm80
 from qsparse.oracles.spmm_csr import spmm_csr as oracle
 
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
@@ -174,7 +174,7 @@ def test_w_times_x_column_major(device, dtype, normal, sparse, to_numpy, assert_
 @pytest.mark.parametrize("size", [(140, 200), (700, 701)], ids=str)
 def test_highest_precision_is_no_less_precise(device, size, normal, sparse, to_numpy, assert_close, monkeypatch):
     """On the tensor cores too, what is not finite meets stored entries only, and a column may repeat."""
-    monkeypatch.setattr(_spmm_expand, "pays", lambda *_: True)
+    monkeypatch.setattr(_spmm_expand_sm90, "pays", lambda *_: True)
     w, bias = sparse(*size, 0.3), normal(size[0], device=device)
     values, cols, offsets = to_csr(w, device)
     x = normal(260, size[1], device=device)

@@ -1,4 +1,4 @@
-"""The host side of ``spmm_csr_expand.cu``: products on the tensor cores, with W made dense for the call.
+"""The host side of ``spmm_csr_expand_sm90.cu``: products on the tensor cores, with W made dense for the call.
 
 The face of the operation is :mod:`qsparse.kernels.spmm_csr`; it hands over arrays that are checked and contiguous.
 """
@@ -11,7 +11,7 @@ from qsparse.kernels._face import C_FLOATS
 from qsparse.kernels._load import launch, multiprocessors
 from qsparse.kernels.gemm import gemm
 
-SOURCE = "spmm_csr_expand.cu"
+SOURCE = "spmm_csr_expand_sm90.cu"
 _INDICES = {torch.int32: "int", torch.uint16: "unsigned short"}
 _WARPS, _BLOCK, _REPAIR_BLOCK, _REPAIR_BLOCKS = 4, 128, 256, 8
 
