@@ -13,7 +13,15 @@ import sys
 import torch
 
 from qsparse import kernels
-from qsparse.kernels import _gemm_24_sm90, _gemm_single_sm90, _gemm_sm90, _load, _mlp_int8_rows_sm90, _mlp_int8_sm90
+from qsparse.kernels import (
+    _gemm_24_sm90,
+    _gemm_single_sm90,
+    _gemm_sm90,
+    _load,
+    _mlp_int8_row_sm90,
+    _mlp_int8_rows_sm90,
+    _mlp_int8_sm90,
+)
 from qsparse.sparse import compress_24
 from qsparse.sparse.bitmap_tiles import to_bitmap_tiles
 
@@ -76,7 +84,7 @@ def weight_only() -> None:
 
 
 def networks() -> None:
-    for sizes, m in (((784, 256, 10), 40), ((61, 130, 5, 3), 7), ((100, 10), 20)):
+    for sizes, m in (((784, 256, 10), 40), ((64, 32, 48, 10), 1), ((61, 130, 5, 3), 7), ((100, 10), 20)):
         quantized = [kernels.quantize_rows(normal(n, k)) for k, n in itertools.pairwise(sizes)]
         weights, scales = zip(*quantized, strict=True)
         biases, x = [normal(n) for n in sizes[1:]], normal(m, sizes[0])
@@ -87,6 +95,10 @@ def networks() -> None:
                 plan = _mlp_int8_sm90.plan(sizes, m, config, group)
                 if plan and plan.groups * group <= 132:
                     _mlp_int8_sm90.launch_mlp(x, layers, plan)
+            for config in _mlp_int8_row_sm90.CONFIGS:
+                plan = _mlp_int8_row_sm90.plan(sizes, m, config)
+                if plan:
+                    _mlp_int8_row_sm90.launch_mlp(x, layers, plan)
             for config in _mlp_int8_rows_sm90.CONFIGS:
                 if _mlp_int8_rows_sm90.panels(sizes, config):
                     _mlp_int8_rows_sm90.launch_mlp(x, layers, config)
