@@ -42,8 +42,8 @@ def mlp_int8(x, weights, weight_scales, biases, *, input_scales=None, one_launch
     (M, N) float32, row-major, of the last layer's N.
 
     On Hopper small networks and batches run in one launch: the weights wait in registers or shared memory, and the
-    blocks that share rows exchange their activations between the layers. Everything else, and every other device, runs the
-    chain. Raises TypeError and ValueError naming the argument, ValueError too where ``one_launch`` is demanded and
+    blocks that share rows exchange their activations between the layers. Everything else, and every other device, runs
+    the chain. Raises TypeError and ValueError naming the argument, ValueError too where ``one_launch`` is demanded and
     there is none.
     """
     if torch.compiler.is_compiling():
