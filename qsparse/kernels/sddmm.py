@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from qsparse.kernels import _sddmm_sm80, _spmm
+from qsparse.kernels import _sddmm_sm80, _spmm, _spmm_sm80
 from qsparse.kernels._face import C_FLOATS, check_same_device, check_tensor, face, rows
 from qsparse.kernels._load import launch
 
@@ -48,9 +48,10 @@ def sddmm(dy, x, col_indices, row_offsets, *, check: bool = True, plan=None):
         return _operator(dy, x, col_indices, row_offsets, check)
     check_tensor("dy", dy, tuple(C_FLOATS), (None, None))
     check_tensor("x", x, (dy.dtype,), (dy.shape[0], None))
+    check_tensor("col_indices", col_indices, tuple(_spmm_sm80.INDICES), (None,))
+    check_same_device(dy, x=x, col_indices=col_indices)
     n, k = _spmm.check_shape((dy.shape[1], x.shape[1]), x.shape[1]), x.shape[1]
     _spmm.check_pattern(col_indices, row_offsets, (n, k), check)
-    check_same_device(dy, x=x, col_indices=col_indices)
     col_indices, row_offsets = rows(col_indices), rows(row_offsets)
     if plan is not None and not plan.fits(col_indices, row_offsets, (n, k)):
         raise ValueError("plan was made for other col_indices, row_offsets or another shape")
