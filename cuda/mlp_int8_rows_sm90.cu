@@ -161,9 +161,12 @@ template <typename T> __device__ __forceinline__ unsigned largest_of(const Piece
     return __reduce_max_sync(~0u, most);
 }
 
-// Bring bytes, a multiple of 16 at a multiple of 16, into L2.
-__device__ __forceinline__ void bulk_prefetch(const void* from, int bytes) {
-    asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(from), "r"(bytes) : "memory");
+// Have a warp bring a row, a multiple of 16 bytes at a multiple of 16, into L2.
+__device__ __forceinline__ void prefetch_row(const char* row, int bytes) {
+    const int lane = threadIdx.x % 32;
+#pragma unroll 1
+    for (int at = lane * 128; at < bytes + 112; at += 32 * 128)  // every line of 128 bytes that the row touches
+        asm volatile("prefetch.global.L2 [%0];" ::"l"(row + min(at, bytes - 16)));
 }
 
 // Quantize `count` rows of x from row m0 on, those below M, into rows `first` and following of the panels at `act`, R rows
@@ -186,6 +189,9 @@ __device__ __forceinline__ void quantize_rows(char* act, float* scales, const vo
             if (r < exist && k < K) next[i] = *reinterpret_cast<const Piece<T>*>(x + static_cast<long long>(r) * K + k);
         }
     };
+    // All rows are asked for at once: those that a warp can hold are too few to keep memory busy.
+    for (int r = warp; r < min(count, exist); r += THREADS / 32)
+        prefetch_row(reinterpret_cast<const char*>(x + static_cast<long long>(r) * K), K * static_cast<int>(sizeof(T)));
     if (warp < count) load(warp);
 #pragma unroll 1
     for (int r = warp; r < count; r += THREADS / 32) {
@@ -222,13 +228,6 @@ __device__ __forceinline__ void quantize_input(char* act, float* scales, const v
     if (kind == 0) quantize_rows<float, R>(act, scales, x, m0, M, K, given, first, count);
     else if (kind == 1) quantize_rows<__half, R>(act, scales, x, m0, M, K, given, first, count);
     else quantize_rows<__nv_bfloat16, R>(act, scales, x, m0, M, K, given, first, count);
-}
-
-// The same rows on their way to L2, long before they are loaded.
-__device__ __forceinline__ void prefetch_input(const void* x, long long m0, int M, int K, int kind, int count) {
-    const int bytes = K * (kind == 0 ? 4 : 2);
-    const int exist = static_cast<int>(max(0ll, min(static_cast<long long>(count), M - m0)));
-    if (exist > 0) bulk_prefetch(static_cast<const char*>(x) + m0 * bytes, exist * bytes);
 }
 
 // Send the rows that a block of a cluster of C has quantized, and their scales, to the other blocks.
@@ -463,7 +462,6 @@ mlp_int8_rows_sm90(const __grid_constant__ Maps maps, const __grid_constant__ Ne
     const int rank = C > 1 ? cluster_rank() : 0, last = net.layers - 1;
     const int warpgroup = threadIdx.x / WARPGROUP, lane = threadIdx.x % 32;
     const long long m0 = static_cast<long long>(blockIdx.x / C) * R;
-    if (threadIdx.x == 32) prefetch_input(net.x, m0 + rank * SHARE, net.M, net.layer[0].K, net.kind, SHARE);
     if (threadIdx.x == 0) {
         for (int s = 0; s < net.stages; ++s) {
             mbarrier_init(&full[s], 1);

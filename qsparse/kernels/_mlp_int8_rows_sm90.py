@@ -65,7 +65,7 @@ class Config:
 
 
 FEW, MANY = Config(16, 1, 2, 16), Config(80, 2, 1, 80)
-CONFIGS = (FEW, MANY)
+CONFIGS = (FEW, MANY, Config(64, 2, 4, 16))
 INSTANCES = tuple(config.instance for config in CONFIGS)
 
 
