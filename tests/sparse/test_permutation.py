@@ -81,5 +81,5 @@ def test_pruning_in_the_best_order_keeps_more_and_holds_through_training(pruner)
 def test_the_name_says_it_and_what_it_is_not_for_is_refused():
     assert SparseConfig(pattern="2:4", permute=True).variant == "csr-2of4-permuted"
     for fields in ({"density": 0.5}, {"pattern": "2:4", "pruner": "sparsegpt"}):
-        with pytest.raises(UserError, match="permute orders columns for a pattern"):
+        with pytest.raises(UserError, match="--permute orders the columns for an N:M pattern"):
             SparseConfig(**fields, permute=True)
