@@ -38,6 +38,7 @@ from qsparse.models import MLP
 
 RUNS = "runs"
 CONFIG = "config.json"
+ROOM = ".room"
 METRICS = "metrics.json"
 MODEL = "model.safetensors"
 CHECKPOINT = "checkpoint.safetensors"
@@ -136,7 +137,7 @@ def require_writable(path: str | Path) -> None:
 
 def require_room(run: Path, model: MLP) -> None:
     """Raise UserError unless `run` has room for the weights of `model` and their momentum, beside what it holds."""
-    file = run / ".room"
+    file = run / ROOM
     try:
         _write(file, bytes(2 * sum(tensor.numel() * tensor.element_size() for tensor in model.state_dict().values())))
     finally:
@@ -201,7 +202,7 @@ def clear_run(run: Path) -> None:
             (child / name).unlink(missing_ok=True)
         with contextlib.suppress(OSError):  # somebody's file lies there too
             child.rmdir()
-    for name in (MODEL, CHECKPOINT, METRICS, ROWS, CONFIG):
+    for name in (MODEL, CHECKPOINT, METRICS, ROWS, CONFIG, ROOM):
         (run / name).unlink(missing_ok=True)
 
 

@@ -200,7 +200,7 @@ def sparsify_run(
     variant += "-joint" if order == "joint" else ""
     compressed, costs = sparsify_as(sparse, model, masks, scales)
     if costs is not None:
-        details |= {"auto": sparse.auto, "auto_costs": costs}
+        details |= {"auto": sparse.auto, "auto_batch": sparse.auto_batch, "auto_costs": costs}
         source.say("; ".join(f"{name}: {_cheapest(each, sparse.auto)}" for name, each in costs.items()))
     if sparse.dtype == INT8:
         details["order"] = order

@@ -29,7 +29,7 @@ def crossover_table(rows: list[dict]) -> list[str]:
     """Below which density each sparse product beats the dense one."""
     lines = ["| M, N, K | dtype | qsparse | cuSPARSE |", "| --- | --- | ---: | ---: |"]
     for entry in crossovers(rows):
-        cells = (_density(entry.get(name, 0.0)) for name in ("qsparse", "torch_csr"))
+        cells = (_density(entry[name]) if name in entry else "" for name in ("qsparse", "torch_csr"))
         lines.append(f"| {_sizes(entry)} | {entry['dtype']} | {' | '.join(cells)} |")
     return lines
 

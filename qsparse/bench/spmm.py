@@ -302,8 +302,9 @@ def bench(
     of_24 = [op for op in ops if op in two_four.OPS]
     if not on_gpu and of_24:
         raise UserError(f"--op {of_24[0]}: a CPU has no sparse tensor cores; leave it out")
-    if not on_gpu and "sddmm" in ops:
-        raise UserError("--op sddmm has no peer on a CPU: leave it out")
+    without_peer = [op for op in ops if op not in CPU_OPS]
+    if not on_gpu and without_peer:
+        raise UserError(f"--op {without_peer[0]} has no peer on a CPU: leave it out")
     shapes_24 = tuple(shapes) or GPU_SHAPES
     shapes = tuple(shapes) or (GPU_SPARSE if on_gpu else CPU_SPARSE)
     if not on_gpu and dtypes != DTYPES[:1]:

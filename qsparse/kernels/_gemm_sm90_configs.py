@@ -94,7 +94,7 @@ class Config:
         return f"{', '.join(map(str, sizes))}, {_BOOL[self.pingpong]}"
 
 
-# Big tiles need the fewest bytes; small ones fill the chip when there is little to do, and _gemm_single_sm90 cannot.
+# Big tiles need the fewest bytes; small ones fill the chip when there is little to do.
 CONFIGS = (
     Config(128, 256, 2, 4),
     Config(128, 256, 2, 4, cm=2),

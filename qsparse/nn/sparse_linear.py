@@ -79,6 +79,8 @@ class SparseLinear(torch.nn.Module):
     def check(self) -> None:
         """Raise ValueError unless every index lies inside W (and COO rows ascend)."""
         self._pattern = None
+        if min(self.in_features, self.out_features) < 0:
+            raise ValueError(f"in_features and out_features cannot be {self.in_features} and {self.out_features}")
         if self.format == "coo" and bool((self.rows[1:] < self.rows[:-1]).any()):
             raise ValueError("rows must ascend")
         self._spmm(self.values.new_zeros(0, self.in_features), check=True)  # the face's own checks; no row, no work

@@ -15,9 +15,10 @@ _FIRST_TWO = 0x44
 class TwoFourLinear(torch.nn.Module):
     """``y = act(x @ W.T + bias)`` with ``W (out_features, in_features)`` in 2:4 storage, for inference.
 
-    ``values (N, Kp / 2)`` float16 or bfloat16 and ``metadata (N, Kp / 8)`` uint8 are as ``kernels.gemm_24`` takes them,
-    Kp being in_features rounded up to a multiple of 8. ``x (..., K)``, ``bias (N,)`` and the output have the values'
-    dtype; sums are held in float32. Metadata are checked when they are set by ``from_24`` or ``load_state_dict``.
+    ``values (N, Kp / 2)`` float16, bfloat16 or float32 and ``metadata (N, Kp / 8)`` uint8 are as ``kernels.gemm_24``
+    takes them, Kp being in_features rounded up to a multiple of 8. ``x (..., K)``, ``bias (N,)`` and the output have
+    the values' dtype; sums are held in float32. Metadata are checked when they are set by ``from_24`` or
+    ``load_state_dict``.
     """
 
     format = "2:4"

@@ -72,7 +72,10 @@ BlockOption = Annotated[
 ]
 CorrectBiasOption = Annotated[
     bool,
-    typer.Option("--correct-bias", help="Give what pruning takes from the mean of an output back to its bias."),
+    typer.Option(
+        "--correct-bias",
+        help="Give what pruning takes from the mean of an output back to its bias. Where little stays it can do harm.",
+    ),
 ]
 DistributionOption = Annotated[
     Distribution | None,

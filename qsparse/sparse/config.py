@@ -53,7 +53,8 @@ class SparseConfig:
         stays is N:M in that order.
     block: "RxC", whole blocks of R rows and C columns stay (1x16, 16x16 ...), each side up to 1024. Each layer then
         keeps less than one block fewer than its share. None: single weights.
-    correct_bias: what pruning takes from the mean of an output, over the images, is given back to its bias.
+    correct_bias: what pruning takes from the mean of an output, over the images, is given back to its bias. A layer
+        sees what the pruned layers before it give it, so where little stays this can do harm.
     format: how the weights that stay are stored, "csr", "coo", "2:4", "bitmap" (both for tensor cores), or "auto", the
         best of these and of dense storage for each layer. "2:4" holds 2 of each 4 weights of a row, so it implies the
         pattern 2:4 where it stands alone or with a density of 0.5.
@@ -153,6 +154,8 @@ class SparseConfig:
         """A name that tells this pruning from others: what is not the default stands in it, such as csr-0.1-wanda."""
         parts = [INT8] if self.dtype == INT8 else []
         parts.append(self.format.replace(":", "of") + (self.auto if (self.format, self.auto) == (AUTO, "time") else ""))
+        if (self.format, self.auto) == (AUTO, "time") and self.auto_batch != SparseConfig.auto_batch:
+            parts[-1] += f"-batch{self.auto_batch}"
         if self.pattern != self.format:  # or it is there already
             parts.append(str(self.density) if self.pattern is None else self.pattern.replace(":", "of"))
         if self.dtype not in (None, INT8, STORED.get(self.format, (None,))[0]):

@@ -7,9 +7,10 @@ from collections.abc import Mapping
 from torch import Tensor
 
 from qsparse.dense import dense_layers
+from qsparse.errors import UserError
 from qsparse.models import MLP
 from qsparse.sparse.choose import Costs, choose_formats
-from qsparse.sparse.config import AUTO, FORMATS, SparseConfig, check_stored, choose
+from qsparse.sparse.config import AUTO, FORMATS, STORED, SparseConfig, check_stored, choose
 from qsparse.sparse.masks import check_masks
 from qsparse.sparse.store import store
 
@@ -56,6 +57,12 @@ def sparsify(
         every = choose_formats(model, masks, dtype)[0] if format == AUTO else dict.fromkeys(layers, format)
     else:
         every = dict(format)
+        if every.keys() != layers.keys():
+            raise UserError(f"formats are for {', '.join(every)}; the layers are {', '.join(layers)}")
+        for each in every.values():
+            choose("format", each, (*STORED, "dense"))
+            if dtype is not None and each != "dense":
+                check_stored(each, dtype)
     return model.replace(
         {
             name: store(name, layer, masks[name], every[name], dtype, scales and scales[name])

@@ -1,8 +1,9 @@
 """The product with sparse weights, by whichever way was measured to be the fastest: CSR, bitmap tiles or dense.
 
-The table, ``product.json``, is written by ``qsparse bench spmm --tune``. It is a list of entries {gpu, dtype, shape
-([M, N, K]), density, us ({way: microseconds}), date, commit, torch, cuda}; the entry nearest to a product, by the
-ratios of its three sizes and of its density, decides. Another card than the measured ones takes the H200's entries.
+The table, ``product.json``, is written by ``qsparse bench spmm --tune``; without it every product takes CSR. It is a
+list of entries {gpu, dtype, shape ([M, N, K]), density, us ({way: microseconds}), date, commit, torch, cuda}; the entry
+nearest to a product, by the ratios of its three sizes and of its density, decides. Another card than the measured ones
+takes the H200's entries.
 """
 
 from __future__ import annotations

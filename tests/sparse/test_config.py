@@ -53,6 +53,11 @@ def test_variants_differ_by_options():
     assert SparseConfig(0.1, dtype="fp32").variant == SparseConfig(0.1).variant
 
 
+def test_the_batch_that_chose_by_time_is_in_the_name():
+    names = {SparseConfig(0.3, format="auto", auto="time", auto_batch=batch).variant for batch in (1, 64, 1024)}
+    assert names == {"autotime-batch1-0.3", "autotime-batch64-0.3", "autotime-0.3"}
+
+
 def test_the_format_2_of_4_says_the_pattern_itself():
     for config in (
         SparseConfig(format="2:4"),

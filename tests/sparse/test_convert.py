@@ -104,6 +104,29 @@ def test_an_unknown_format_lists_the_valid_ones():
         sparsify(model, magnitude_masks(prunable_weights(model), 0.5), "bsr")
 
 
+def test_a_width_below_zero_is_refused():
+    model = MLP((4, 3), seed=0)
+    layer = sparsify(model, magnitude_masks(prunable_weights(model), 0.5), "coo").fc1
+    layer.in_features = -1
+    with pytest.raises(ValueError, match="cannot be -1 and 3"):
+        layer.check()
+
+
+def test_formats_of_single_layers_are_checked_too():
+    model = MLP((20, 8, 3), seed=0)
+    masks = magnitude_masks(prunable_weights(model), 0.5)
+    mixed = sparsify(model, masks, {"fc1": "csr", "fc2": "dense"})
+    assert [type(layer).__name__ for layer in mixed.children()] == ["SparseLinear", "Linear"]
+    for formats, dtype, message in (
+        ({"fc1": "bsr", "fc2": "csr"}, None, "unknown format 'bsr'"),
+        ({"fc1": "auto", "fc2": "csr"}, None, "unknown format 'auto'"),
+        ({"fc1": "csr"}, None, "formats are for fc1; the layers are fc1, fc2"),
+        ({"fc1": "bitmap", "fc2": "csr"}, "int8", "bitmap"),
+    ):
+        with pytest.raises(UserError, match=message):
+            sparsify(model, masks, formats, dtype)
+
+
 @pytest.mark.parametrize("compress", [lambda m: quantize(m, "int8"), lambda m: sparsify(m, full_masks(m), "csr")])
 def test_what_is_compressed_already_is_refused(compress):
     with pytest.raises(UserError, match="Cannot sparsify this model: its layer fc1 is already compressed"):

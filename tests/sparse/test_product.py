@@ -109,6 +109,8 @@ def test_a_bad_table_is_refused(bad, write_table):
 
 
 def test_the_table_of_the_package_is_valid():
+    if not product.TABLE.exists():  # nothing measured: CSR
+        assert fastest((8, 4096, 4096), 0.5, torch.float16, "NVIDIA H200") == "csr"
     for each in product.table():
         assert isinstance(each, Entry)
         assert fastest(each.shape, each.density, getattr(torch, each.dtype), each.gpu) in WAYS
