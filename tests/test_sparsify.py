@@ -94,8 +94,8 @@ def test_auto_says_what_every_format_costs(run, command, criterion):
     assert result.exit_code == 0, result.stderr
     value = json.loads(result.stdout)
     row, model = value["rows"][1], qsparse.load(value["saved"])
-    assert value["variant"].removeprefix("int8-") == f"auto{'time' if criterion == 'time' else ''}-2of4"
-    assert row["auto"] == criterion
+    assert value["variant"].removeprefix("int8-") == {"bytes": "auto-2of4", "time": "autotime-batch8-2of4"}[criterion]
+    assert (row["auto"], row["auto_batch"]) == (criterion, 8)
     for name, layer in model.layers().items():
         costs = row["auto_costs"][name]
         assert getattr(layer, "format", "dense") == min(costs, key=costs.get)
