@@ -85,7 +85,7 @@ def panels(sizes: tuple[int, ...], config: Config) -> int | None:
 def choose(sizes: tuple[int, ...], m: int, sms: int) -> Config | None:
     """The configuration for a network and a batch, or None where another kernel is faster or nothing fits.
 
-    As measured on an NVIDIA H200 (`qsparse bench mlp`): more than 64 rows of networks that a block or two hold.
+    By timings on an NVIDIA H200 that no rows hold yet: more than 64 rows of networks that a block or two hold.
     """
     if m <= 64:
         return None
