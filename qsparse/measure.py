@@ -261,7 +261,7 @@ def _dtype_name(layer: torch.nn.Module) -> str:
         return f"int{layer.bits}wo"
     if isinstance(layer, Fp8Linear):
         return "float8_e4m3fn"
-    stored = layer.values if hasattr(layer, "nnz") else layer.weight
+    stored = layer.values if hasattr(layer, "values") else layer.weight
     return str(stored.dtype).removeprefix("torch.")
 
 

@@ -106,5 +106,5 @@ def input_dtype_of(layer: torch.nn.Module) -> torch.dtype:
     """The float dtype of the activations that a layer takes."""
     if isinstance(layer, nn.WeightOnlyLinear):
         return layer.dtype
-    weight = layer.values if hasattr(layer, "nnz") else layer.weight
+    weight = layer.values if hasattr(layer, "values") else layer.weight
     return weight.dtype if weight.is_floating_point() else torch.float32

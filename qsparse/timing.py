@@ -6,7 +6,9 @@ the ratio of two medians holds even where the medians drift.
 
 import math
 import time
-from collections.abc import Callable
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor
@@ -89,17 +91,36 @@ def graph_times(
 
 
 def _capture(call: Callable[[], Tensor]) -> tuple[torch.cuda.CUDAGraph, Tensor]:
-    """The call as a graph, and the tensor that a replay writes. The first calls compile and allocate: a side stream."""
+    """The call as a graph, and the tensor that a replay writes. The first calls compile and allocate: a side stream.
+
+    RuntimeError if the call waits for the device. It is asked before the capture: PyTorch does not get over one that
+    breaks off, and every later capture of the process would fail with it.
+    """
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(side):
         for _ in range(_WARMUP_ROUNDS):
+            call()
+        with _no_waiting():
             call()
     torch.cuda.current_stream().wait_stream(side)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         output = call()
     return graph, output
+
+
+@contextmanager
+def _no_waiting() -> Iterator[None]:
+    """What makes the host wait for the device raises RuntimeError inside."""
+    before = torch.cuda.get_sync_debug_mode()
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="Synchronization debug mode is a prototype")
+        torch.cuda.set_sync_debug_mode("error")
+    try:
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode(before)
 
 
 def percentile(samples: list[float], percent: float) -> float:

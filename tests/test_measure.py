@@ -11,8 +11,9 @@ from qsparse.data import Split
 from qsparse.errors import UserError
 from qsparse.measure import BATCHES, measure
 from qsparse.models import MLP
-from qsparse.quant import QuantConfig, quantize
+from qsparse.quant import DTYPES, QuantConfig, quantize
 from qsparse.sparse import magnitude_masks, prunable_weights, sparsify
+from qsparse.sparse.config import STORED
 
 FIELDS = [
     "run",
@@ -343,3 +344,24 @@ def test_compiled_peers_and_no_peers(monkeypatch):
     rows = measure({"baseline": model}, test, device="cuda", compiled_peers=True, batches=(64,))
     assert [row["peer"] for row in rows[3:]] == ["torch_fp32_compiled", "torch_fp16_compiled"]
     assert [row["weight_bytes"] for row in rows[3:]] == [814_120, 407_060]
+
+
+_STORED = [(format, dtype) for format, dtypes in STORED.items() for dtype in dtypes]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("kind", [*DTYPES, *_STORED], ids=str)
+def test_whatever_a_model_is_made_of_its_time_is_measured_on_a_gpu(kind):
+    model = MLP((784, 64, 10))
+    if isinstance(kind, str):
+        compressed = quantize(model, kind)
+    else:
+        weights = prunable_weights(model)
+        masks = {name: (torch.arange(w.shape[1]) % 4 < 2).repeat(len(w), 1) for name, w in weights.items()}
+        compressed = sparsify(model, masks, *kind)
+    test = random_split(images=200, pixels=784, classes=10)
+    (on_cpu,) = measure({"baseline": compressed.replace({})}, test, batches=(1,), budget_s=0.001)
+    (row,) = measure({"baseline": compressed}, test, device="cuda", peers=False, batches=(1, 64))
+    assert row["kernel"]
+    assert all(0 < microseconds < 1e6 for microseconds in row["latency_us"].values())
+    assert row["accuracy"] == pytest.approx(on_cpu["accuracy"], abs=0.02)

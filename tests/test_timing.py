@@ -71,3 +71,15 @@ def test_graph_replays_compute_and_are_timed():
         assert len(samples[name]) == 60
         assert all(microseconds > 0 for microseconds in samples[name])
         torch.testing.assert_close(outputs[name], call())
+
+
+@pytest.mark.gpu
+def test_a_call_that_waits_is_refused_and_spoils_nothing():
+    device = torch.device("cuda", torch.cuda.current_device())
+    x = torch.randn(64, 128, device=device)
+    with pytest.raises(RuntimeError, match="synchronizing"):
+        timing.graph_times({"waits": lambda: x * float(x.sum())}, device, repetitions=5)
+    assert torch.cuda.get_sync_debug_mode() == 0
+    samples, outputs = timing.graph_times({"sum": lambda: x + torch.rand_like(x)}, device, repetitions=5)
+    assert len(samples["sum"]) == 5
+    assert float((outputs["sum"] - x).min()) >= 0
