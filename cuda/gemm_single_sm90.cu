@@ -1,8 +1,8 @@
 // y = act(alpha · x · wᵀ + bias) of halves where every block has one tile: products so small that what a kernel costs
 // before and after its loop counts as much as the loop. Layouts, X_K, W_K and the sizes: common/gemm_sm90.cuh.
 //
-//   no roles              nothing but the refilling of stages is left to a warp of its own: the first loads, which are
-//                         often all, are started by the block's first thread as its first deed.
+//   no roles              nothing but the refilling of stages, and the biases, are left to a warp of its own: the first
+//                         loads, which are often all, are started by the block's first thread as its first deed.
 //   no descriptor of y    rows leave by way of shared memory, 16 bytes a thread. A descriptor costs a way to DRAM when
 //                         it is used for the first time.
 //   a rehearsal           (where the end is short) it is gone through twice, the first time without sums and rows while
@@ -48,7 +48,7 @@ gemm_single_sm90(const __grid_constant__ TensorMap x_map, const __grid_constant_
     auto* const received = reinterpret_cast<uint4*>(w_tiles + STAGES * W_BYTES);
     char* const panels = reinterpret_cast<char*>(received + (SPLIT - 1) * SLOT);
     char* const columns = panels + CONSUMERS * 4 * BUFFERS * PANEL_BYTES;
-    auto* const full = reinterpret_cast<unsigned long long*>(columns + CONSUMERS * BN * sizeof(T));
+    auto* const full = reinterpret_cast<unsigned long long*>(columns + 2 * BN * sizeof(T));
     auto* const empty = full + STAGES;
     auto* const arrived = empty + STAGES;
 
@@ -96,8 +96,12 @@ gemm_single_sm90(const __grid_constant__ TensorMap x_map, const __grid_constant_
         __syncwarp();
     }
 
+    using Epilogue = FloatEpilogue<T, T, BN, NO_MASK, 1>;
+    T* const biases = reinterpret_cast<T*>(columns);
+    Epilogue epilogue{bias, nullptr, nullptr, nullptr, M, N, alpha, flags & RELU ? 0.0f : -infinity(), biases, n0};
     const int lane = threadIdx.x % 32;
     if (threadIdx.x >= WARPGROUP * CONSUMERS) {
+        if (bias) epilogue.fetch(lane, 32);
         barrier_sync(READY, THREADS);
         if (lane == 0) {
             int stage = 0;
@@ -113,15 +117,12 @@ gemm_single_sm90(const __grid_constant__ TensorMap x_map, const __grid_constant_
         return;
     }
 
-    using Epilogue = FloatEpilogue<T, T, BN, NO_MASK, 1>;
-    Epilogue epilogue{bias, nullptr, nullptr, nullptr, M, N, alpha, flags & RELU ? 0.0f : -infinity()};
     const int consumer = CONSUMERS == 1 ? 0 : threadIdx.x / WARPGROUP;
     const int thread = threadIdx.x % WARPGROUP, warp = thread / 32;
     const int row = consumer * MI * 64 + 16 * warp + lane / 4, col = 2 * (lane % 4);
-    epilogue.begin(columns + consumer * BN * sizeof(T), n0, thread,
-                   [&] { barrier_sync(OWN + consumer, WARPGROUP); });
 #pragma unroll 1
     for (int rehearsed = !REHEARSED; rehearsed < 2; ++rehearsed) {
+        epilogue.biases = biases + (rehearsed ? 0 : BN);  // which nobody writes: the biases are still on their way
         float acc[MI][BN / 2];
         zero(acc);
         if (rehearsed) {

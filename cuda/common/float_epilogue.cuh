@@ -36,8 +36,13 @@ template <typename T, typename O, int BN, int MASK, int PARTS> struct FloatEpilo
         biases = reinterpret_cast<B*>(columns);
         if (!bias) return;
         sync();  // the previous tile's biases are no longer read
-        for (int i = thread; i < BN; i += WARPGROUP) biases[i] = n0 + i < N ? bias[n0 + i] : from_float<B>(0.0f);
+        fetch(thread, WARPGROUP);
         sync();
+    }
+
+    // Put the tile's biases where they are wanted; this is thread `thread` of `threads`.
+    __device__ __forceinline__ void fetch(int thread, int threads) {
+        for (int i = thread; i < BN; i += threads) biases[i] = n0 + i < N ? bias[n0 + i] : from_float<B>(0.0f);
     }
 
     __device__ __forceinline__ void rows(int) {}

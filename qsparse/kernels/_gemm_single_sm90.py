@@ -58,7 +58,7 @@ class Single:
         tile, finished = self.bm * self.bn, self.bn // self.split
         received = (self.split - 1) * tile // self.split * 4
         panels = min(2, self.bm // (64 * self.consumers) * (finished // 64)) if finished % 64 == 0 else 0
-        staged = self.stages * (self.bm + self.bn) * _ROW + self.consumers * (panels * 8192 + self.bn * 2)
+        staged = self.stages * (self.bm + self.bn) * _ROW + self.consumers * panels * 8192 + 2 * self.bn * 2
         return staged + received + (2 * self.stages + 1) * 8 + 1024
 
     def reads(self, x_k: bool, w_k: bool) -> bool:
