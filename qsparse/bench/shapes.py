@@ -29,6 +29,12 @@ GPU_SHAPES: tuple[Shape, ...] = (
     (256, 256, 784),
 )
 
+_LAYERS = ((256, 784), (10, 256), (1024, 784), (1024, 1024), (10, 1024), (4096, 784), (4096, 4096), (10, 4096))
+GPU_TUNED: tuple[Shape, ...] = tuple(
+    dict.fromkeys((*GPU_SHAPES, *((m, n, k) for m in (1, 64, 512, 10_000) for n, k in _LAYERS)))
+)
+"""What the tuning table is measured at: the benchmark's shapes, and layers of the networks between them."""
+
 CPU_SHAPES: tuple[Shape, ...] = (
     (2048, 2048, 2048),
     (1024, 1024, 1024),

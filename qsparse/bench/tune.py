@@ -21,7 +21,7 @@ import torch
 
 from qsparse.bench.gemm import problem
 from qsparse.bench.harness import TOLERANCES, Call, Contender, compete, product_reference
-from qsparse.bench.shapes import GPU_SHAPES, Shape
+from qsparse.bench.shapes import GPU_TUNED, Shape
 from qsparse.errors import UserError
 from qsparse.measure import environment
 
@@ -72,7 +72,7 @@ def tune(
     entries = []
     for dtype in dtypes:
         for layout in layouts:
-            for shape in tuple(shapes) or GPU_SHAPES:
+            for shape in tuple(shapes) or GPU_TUNED:
                 entry = _fastest(modules[dtype], shape, dtype, layout, device, where)
                 say(f"{dtype} {layout} {entry['shape']}: {entry['us']} µs by {entry['config']}, {entry['tried']} tried")
                 entries.append(entry)

@@ -1,6 +1,6 @@
 import pytest
 
-from qsparse.bench.shapes import CPU_SHAPES, GPU_SHAPES, LARGEST, parse_shape, parse_sizes
+from qsparse.bench.shapes import CPU_SHAPES, GPU_SHAPES, GPU_TUNED, LARGEST, parse_shape, parse_sizes
 from qsparse.errors import UserError
 
 
@@ -31,6 +31,6 @@ def test_any_other_network_is_refused_with_what_came(text):
 
 
 def test_no_shape_is_listed_twice():
-    for shapes in (GPU_SHAPES, CPU_SHAPES):
+    for shapes in (GPU_SHAPES, CPU_SHAPES, GPU_TUNED):
         assert len(set(shapes)) == len(shapes)
     assert LARGEST in GPU_SHAPES
