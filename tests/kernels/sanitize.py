@@ -1,5 +1,6 @@
-"""Launch every kernel at small shapes: `compute-sanitizer --tool memcheck python tests/kernels/sanitize.py`.
+"""Launch every kernel at small shapes: `compute-sanitizer --tool memcheck python tests/kernels/sanitize.py [PART ...]`.
 
+The parts are the functions below, all by default: `racecheck` takes minutes, and a process for each saves most of them.
 With PYTORCH_NO_CUDA_MEMORY_CACHING=1 arrays have no neighbours, and what is read beyond one shows.
 
 Not a test by itself (pytest does not collect it): the sanitizer watches, and what is computed is checked elsewhere.
@@ -149,10 +150,13 @@ def training() -> None:
                 kernels.train_mlp(*given, sizes=sizes, batch=batch, momentum=0.9, precision=precision)
 
 
+PARTS = {part.__name__: part for part in (dense, quantized, weight_only, networks, sparse, two_of_four, training)}
+
+
 def main() -> int:
     with _load.launched() as launches:
-        for part in (dense, quantized, weight_only, networks, sparse, two_of_four, training):
-            part()
+        for name in sys.argv[1:] or PARTS:
+            PARTS[name]()
         torch.cuda.synchronize()
     print(f"{len(launches)} launches of {len({launch.partition(':')[0] for launch in launches})} sources")
     return 0
