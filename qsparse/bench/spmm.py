@@ -174,7 +174,8 @@ def measure(
     ours = {plan: Contender(call, contest.reference, tolerance) for plan, call in contest.ours.items()}
     theirs = {}
     for peer, call in contest.theirs.items():
-        loose = TOLERANCES["tf32"] if peer.endswith("float16") else tolerance  # it rounds x and W to 11 bits
+        # In float16 x and W are rounded to 11 bits, and cuSPARSE rounds more than the sums: rows say what its error is.
+        loose = TOLERANCES["tf32"] if "float16" in (dtype, peer.removeprefix("cublas_")) else tolerance
         theirs |= willing({peer: call}, contest.reference, loose, say)
     measured, telemetry = compete(ours, theirs, given.x.device, repetitions)
     return [
