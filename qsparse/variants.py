@@ -31,6 +31,7 @@ from qsparse.sparse.dynamic import check_dynamic, train_dynamically
 from qsparse.sparse.gradual import check_gradual, prune_gradually
 from qsparse.sparse.int8 import prune_jointly
 from qsparse.sparse.lottery import rewind
+from qsparse.sparse.pruning import BiasWarning
 from qsparse.train.config import TrainConfig
 from qsparse.train.fit import fit
 from qsparse.train.progress import Display, say
@@ -160,7 +161,7 @@ def sparsify_run(
             "show: give --schedule gradual --epochs 4, say"
         )
     scales = None
-    with _aloud(source, EmptyLayerWarning), _aloud(source, BlockWarning):
+    with _aloud(source, EmptyLayerWarning), _aloud(source, BlockWarning), _aloud(source, BiasWarning):
         if schedule == "gradual":
             model = source.model.replace({})
             masks = _watched(prune_gradually, source, model, sparse, config, epochs)
@@ -180,6 +181,7 @@ def sparsify_run(
         "permute": sparse.permute,
         "block": sparse.block,
         "correct_bias": sparse.correct_bias,
+        "bias_corrected": sparse.correct_bias and _biases_differ(model, source.model),
         "layer_density": {name: mask_density({name: mask}) for name, mask in masks.items()},
         "prune_seed": sparse.seed,
         "samples": sparse.samples,
@@ -301,6 +303,11 @@ def _start(schedule: str, pruning: dict[str, Any]) -> dict[str, Any]:
     if pruning.get("pruner", SparseConfig.pruner) not in (SparseConfig.pruner, "random"):
         raise UserError(f"{schedule} begins with random connections: give no pruner with it.")
     return {**pruning, "pruner": "random", "distribution": pruning.get("distribution") or "erk"}
+
+
+def _biases_differ(one: MLP, other: MLP) -> bool:
+    pairs = zip(one.layers().values(), other.layers().values(), strict=True)
+    return not all(torch.equal(a.bias, b.bias) for a, b in pairs if a.bias is not None)
 
 
 def _initial(source: _Source) -> MLP:

@@ -111,6 +111,17 @@ def test_movement_at_one_stroke_is_told_what_it_is_for(run):
     assert "give --schedule" not in " ".join(gradual.stderr.split())
 
 
+@pytest.mark.parametrize(("options", "kept"), [((0.3, "--pruner", "wanda"), True), ((1,), False)])
+def test_a_row_says_whether_the_biases_were_corrected(run, options, kept):
+    result = invoke("sparsify", run, "--density", *options, "--correct-bias", "--device", "cpu", "--json")
+    assert result.exit_code == 0, result.stderr
+    value = json.loads(result.stdout)
+    row = value["rows"][1]
+    assert (row["correct_bias"], row["bias_corrected"]) == (True, kept)
+    assert torch.equal(qsparse.load(value["saved"]).fc1.bias, qsparse.load(run).fc1.bias) != kept
+    assert ("The biases stay as they were" in " ".join(result.stderr.split())) != kept
+
+
 def test_another_seed_has_another_directory(run):
     first, second = (sparsify_run(run, 0.2, pruner="random", seed=seed, device="cpu") for seed in (1, 2))
     assert {first.directory.name, second.directory.name} == {"csr-0.2-random-seed1", "csr-0.2-random-seed2"}

@@ -74,7 +74,7 @@ CorrectBiasOption = Annotated[
     bool,
     typer.Option(
         "--correct-bias",
-        help="Give what pruning takes from the mean of an output back to its bias. Where little stays it can do harm.",
+        help="Give what pruning takes from the mean of an output back to its bias, where the validation split gains.",
     ),
 ]
 DistributionOption = Annotated[

@@ -53,8 +53,8 @@ class SparseConfig:
         stays is N:M in that order.
     block: "RxC", whole blocks of R rows and C columns stay (1x16, 16x16 ...), each side up to 1024. Each layer then
         keeps less than one block fewer than its share. None: single weights.
-    correct_bias: what pruning takes from the mean of an output, over the images, is given back to its bias. A layer
-        sees what the pruned layers before it give it, so where little stays this can do harm.
+    correct_bias: what pruning takes from the mean of an output of the dense network, over the images, is given back to
+        its bias, layer after layer; kept where the validation split gains by it, as it does not where little stays.
     format: how the weights that stay are stored, "csr", "coo", "2:4", "bitmap" (both for tensor cores), or "auto", the
         best of these and of dense storage for each layer. "2:4" holds 2 of each 4 weights of a row, so it implies the
         pattern 2:4 where it stands alone or with a density of 0.5.

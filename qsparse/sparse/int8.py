@@ -47,7 +47,7 @@ def prune_jointly(
     model: MLP, config: SparseConfig, dataset: Dataset | None
 ) -> tuple[MLP, dict[str, Tensor], dict[str, Tensor]]:
     """`model` pruned and rounded in one pass, dense; layer name -> mask (N, K) bool; layer name -> s (N,) float32."""
-    alone, _ = prune(model, config, dataset)
+    alone, _ = prune(model, dataclasses.replace(config, correct_bias=False), dataset)
     s = {name: scales(layer.weight) for name, layer in alone.layers().items()}
     pruned, masks = prune(model, config, dataset, rounding={name: partial(_round, s=each) for name, each in s.items()})
     return pruned, masks, s

@@ -1,11 +1,13 @@
 """Dense model, settings and training images -> masks, and the dense model whose weights they are of.
 
 Wanda and SparseGPT go through the layers in order, each seeing the inputs that the pruned layers before it give, as in
-their papers. No pruner sees the validation or the test split.
+their papers. No pruner sees the validation or the test split; whether corrected biases stay, the validation split says.
 """
 
 from __future__ import annotations
 
+import dataclasses
+import warnings
 from collections.abc import Callable, Mapping
 
 import torch
@@ -16,6 +18,7 @@ from qsparse import data
 from qsparse.data import Dataset
 from qsparse.errors import UserError
 from qsparse.models import MLP
+from qsparse.nn import Linear
 from qsparse.quant.bias_correction import corrected_bias
 from qsparse.sparse.blocks import block_means, largest_blocks, warn_of_small
 from qsparse.sparse.config import SparseConfig, parse_block, parse_pattern
@@ -29,10 +32,15 @@ from qsparse.sparse.random_scores import random_scores
 from qsparse.sparse.snip import snip_scores
 from qsparse.sparse.sparsegpt import sparsegpt, sparsegpt_scores
 from qsparse.sparse.wanda import wanda_scores
+from qsparse.train.fit import evaluate
 
 _WHOLE_NETWORK = {"snip": snip_scores, "movement": movement_scores}
 _Calibration = tuple[Tensor, Tensor]
 Rounding = Callable[[Tensor], Tensor]
+
+
+class BiasWarning(UserWarning):
+    """Corrected biases gained nothing on the validation split, so they stayed as they were."""
 
 
 def prune(
@@ -45,35 +53,70 @@ def prune(
     """Choose the weights of a dense `model` that stay: a dense copy of it and layer name -> mask (N, K) bool.
 
     The copy holds new weights where the pruner makes them (SparseGPT), zeros where a mask is False, and new biases
-    where `config.correct_bias` asks for them.
+    where `config.correct_bias` asks for them and they gain.
 
     Args:
         model: dense, on the device of `dataset`. Left as it was.
         dataset: all pruners but magnitude and random, and the correction of biases, look at `config.samples` of its
-            training images, chosen by `config.seed`.
+            training images, chosen by `config.seed`. The correction is judged by the validation split.
         rounding: of sparsegpt, layer name -> a column (N,) to its values on a grid, where weights are to lie on one.
 
     Warns:
         EmptyLayerWarning: for each layer that loses all its weights, naming it.
         BlockWarning: for each layer that is smaller than a block, naming it.
+        BiasWarning: corrected biases that do not gain, and stay as they were.
 
     Raises:
         UserError: the pruner needs data and there are none; a model that is already compressed, or not finite.
     """
+    if config.correct_bias:
+        pruned, masks = _with_better_biases(model, config, dataset, rounding)
+    else:
+        pruned, masks = _prune(model, config, dataset, rounding)
+    if config.block is not None:
+        warn_of_small({name: mask.shape for name, mask in masks.items()}, parse_block(config.block))
+    warn_of_empty(masks)
+    return pruned, masks
+
+
+def _with_better_biases(
+    model: MLP, config: SparseConfig, dataset: Dataset | None, rounding: Mapping[str, Rounding] | None
+) -> tuple[MLP, dict[str, Tensor]]:
+    """Prune with the biases corrected and without: of the two what is more accurate on the validation split."""
+    corrected = _prune(model, config, dataset, rounding)
+    if not len(dataset.validation):
+        raise UserError(
+            "Corrected biases are kept where they gain on the validation split, and there is none: train with "
+            "--validation above 0."
+        )
+    left = _prune(model, dataclasses.replace(config, correct_bias=False), dataset, rounding)
+    gained, without = (evaluate(pruned, dataset.validation)[0] for pruned, _ in (corrected, left))
+    if gained > without:
+        return corrected
+    warnings.warn(
+        f"The biases stay as they were: corrected, they would give {gained:.2%} on the validation split, and so they "
+        f"give {without:.2%}.",
+        BiasWarning,
+        stacklevel=3,
+    )
+    return left
+
+
+def _prune(
+    model: MLP, config: SparseConfig, dataset: Dataset | None, rounding: Mapping[str, Rounding] | None
+) -> tuple[MLP, dict[str, Tensor]]:
+    """`prune` without its warnings, and with the biases corrected wherever `config` says so."""
     weights = prunable_weights(model)
     calibration = _calibration(config, dataset)
     pruned = model.replace({})
     fixed = _fixed_scores(model, weights, config, calibration)
     counts = _counts(model, weights, config, calibration, fixed)
-    if config.block is not None:
-        warn_of_small({name: weight.shape for name, weight in weights.items()}, parse_block(config.block))
     masks = {}
     with torch.no_grad():
         inputs = _inputs(model, calibration)
-        for name, layer in pruned.layers().items():
-            inputs = None if inputs is None else inputs.to(layer.weight.dtype)
-            corrects = config.correct_bias and layer.bias is not None
-            exact = functional.linear(inputs, layer.weight, layer.bias) if corrects else None
+        exact_inputs = inputs if config.correct_bias else None
+        for (name, layer), exact_layer in zip(pruned.layers().items(), model.layers().values(), strict=True):
+            inputs, exact_inputs = (None if x is None else x.to(layer.weight.dtype) for x in (inputs, exact_inputs))
             if config.pruner == "sparsegpt":
                 w, masks[name] = _sparsegpt(layer.weight, inputs, config, counts.get(name), rounding and rounding[name])
                 layer.weight.copy_(w)
@@ -81,13 +124,19 @@ def prune(
                 scores = fixed[name] if name in fixed else _scores(config.pruner, layer.weight, inputs)
                 masks[name] = _mask(scores, config, counts.get(name))
                 layer.weight.masked_fill_(~masks[name], 0.0)
-            if corrects:
-                pruned_outputs = functional.linear(inputs, layer.weight, layer.bias)
-                layer.bias.copy_(corrected_bias(layer.bias, exact, pruned_outputs))
+            if exact_inputs is not None:
+                if layer.bias is not None:
+                    exact, now = _sums(exact_layer, exact_inputs), _sums(layer, inputs)
+                    layer.bias.copy_(corrected_bias(layer.bias, exact, now))
+                exact_inputs = exact_layer(exact_inputs)
             if inputs is not None:
                 inputs = layer(inputs)
-    warn_of_empty(masks)
     return pruned, masks
+
+
+def _sums(layer: Linear, inputs: Tensor) -> Tensor:
+    """The outputs of `layer` before its activation."""
+    return functional.linear(inputs, layer.weight, layer.bias)
 
 
 def _calibration(config: SparseConfig, dataset: Dataset | None) -> _Calibration | None:

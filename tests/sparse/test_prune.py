@@ -17,6 +17,7 @@ from qsparse.sparse import (
     prunable_weights,
     prune,
 )
+from qsparse.sparse.pruning import BiasWarning
 from qsparse.train.config import TrainConfig
 from qsparse.train.fit import evaluate, fit
 
@@ -79,15 +80,39 @@ def test_corrected_biases_keep_the_mean_of_each_output(digits, trained, config):
     x = data.normalize(images, torch.float32)
     with torch.no_grad():
         means = [(x @ model.fc1.weight.T + model.fc1.bias).mean(dim=0) for model in (trained, pruned, plain)]
-    torch.testing.assert_close(means[1], means[0], rtol=1e-4, atol=1e-4)
-    assert (means[2] - means[0]).abs().max() > 0.01
+        logits = [model(images).mean(dim=0) for model in (trained, pruned, plain)]
+    for dense, corrected, left in (means, logits):  # the dense network's, also where the inputs are a pruned layer's
+        torch.testing.assert_close(corrected, dense, rtol=1e-4, atol=1e-4)
+        assert (left - dense).abs().max() > 0.01
     assert config.variant.endswith("samples512")
     assert "bias" in config.variant
 
 
-def test_correcting_biases_needs_images(trained):
+def test_corrected_biases_stay_only_where_they_gain(digits, trained):
+    config = SparseConfig(0.05, correct_bias=True, samples=512)
+    left, masks = prune(trained, SparseConfig(0.05))
+    with pytest.warns(BiasWarning, match=r"stay as they were: corrected, they would give \d\d\.\d\d% on the validation"):
+        pruned, again = prune(trained, config, digits)
+    assert torch.equal(masks["fc1"], again["fc1"])
+    assert all(torch.equal(a, b) for a, b in zip(left.parameters(), pruned.parameters(), strict=True))
+
+
+@pytest.mark.parametrize("density", [0.3, 0.1, 0.02])
+@pytest.mark.parametrize("pruner", ["magnitude", "wanda"])
+@pytest.mark.filterwarnings("ignore::qsparse.sparse.pruning.BiasWarning")
+def test_correcting_biases_never_loses_on_the_validation_split(digits, trained, density, pruner):
+    config = SparseConfig(density, pruner, samples=256)
+    plain, corrected = (
+        prune(trained, dataclasses.replace(config, correct_bias=given), digits)[0] for given in (False, True)
+    )
+    assert evaluate(corrected, digits.validation)[0] >= evaluate(plain, digits.validation)[0]
+
+
+def test_correcting_biases_needs_images_and_a_validation_split(digits, trained):
     with pytest.raises(UserError, match="The correction of biases looks at training images"):
         prune(trained, SparseConfig(0.5, correct_bias=True))
+    with pytest.raises(UserError, match="gain on the validation split, and there is none"):
+        prune(trained, SparseConfig(0.5, correct_bias=True), data.load("mnist-5k", 0))
 
 
 def test_the_defaults_are_the_masks_of_before(trained):
