@@ -46,6 +46,21 @@ def mixed_model() -> models.MLP:
     )
 
 
+@pytest.mark.parametrize("format", ["csr", "coo", "2:4", "bitmap"])
+def test_a_pass_never_counts_what_a_sparse_layer_keeps(format, images, monkeypatch):
+    """To count waits for a GPU: slow, and fatal while a CUDA graph captures."""
+    model = sparsify(models.MLP((784, 16, 10)), SparseConfig(pattern="2:4", format=format))
+    expected = model(images)
+
+    def count(layer):
+        raise AssertionError("the weights that stay were counted")
+
+    for layer in model.layers().values():
+        monkeypatch.setattr(type(layer), "nnz", property(count))
+    assert torch.equal(model(images), expected)
+    assert model.input_dtype == model.fc1.values.dtype
+
+
 def test_layers_and_sizes():
     model = models.MLP((784, 256, 100, 10))
     assert model.sizes == (784, 256, 100, 10)
