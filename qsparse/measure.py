@@ -83,7 +83,8 @@ def measure(
     Returns:
         Rows with the fields
         op ("mlp"), run, variant, peer (null for our own kernels), sizes, dtype, activations, granularity, calibration,
-        method, format, density (the fraction stored; null when dense), accuracy (fraction), accuracy_change (points
+        method, format, density (the fraction of the weights that stay, however many a format stores; null when all
+        layers are dense), accuracy (fraction), accuracy_change (points
         against the baseline), agreement (fraction of predictions equal to the baseline's), test_images, latency_us,
         latency_us_p10, latency_us_p90 (batch as a string -> microseconds: median and percentiles), repetitions (batch
         -> count), speedup (batch -> baseline's latency / this latency), weight_bytes (all stored tensors),
@@ -231,7 +232,6 @@ def _description(module: torch.nn.Module) -> dict:
     grouped = any(layer.group for layer in weights_only)
     sparse = any(hasattr(layer, "nnz") for layer in layers)
     sizes = [layer.in_features * layer.out_features for layer in layers]
-    stored = [getattr(layer, "nnz", size) for layer, size in zip(layers, sizes, strict=True)]
     return {
         "sizes": [layers[0].in_features, *(layer.out_features for layer in layers)],
         "dtype": _joined(_dtype_name(layer) for layer in layers),
@@ -240,8 +240,15 @@ def _description(module: torch.nn.Module) -> dict:
         "calibration": None,
         "method": "absmax" if quantized or weights_only else None,
         "format": _joined(getattr(layer, "format", "dense") for layer in layers),
-        "density": sum(stored) / sum(sizes) if sparse else None,
+        "density": sum(map(_kept, layers)) / sum(sizes) if sparse else None,
     }
+
+
+def _kept(layer: torch.nn.Module) -> int:
+    """Weights that stay; of those of a dense layer of floats beside sparse ones, the ones that are not zero."""
+    if isinstance(layer, Linear):
+        return int(layer.weight.count_nonzero())
+    return getattr(layer, "nnz", layer.in_features * layer.out_features)
 
 
 def _kernel(module: torch.nn.Module, x: Tensor, device: torch.device) -> str:

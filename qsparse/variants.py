@@ -174,6 +174,7 @@ def sparsify_run(
             model, masks = prune(source.model, sparse, source.dataset)
     details: dict[str, Any] = {
         "method": schedule if schedule in DYNAMIC else sparse.pruner,
+        "density": mask_density(masks),
         "density_asked": sparse.density,
         "distribution": sparse.distribution,
         "min_density": sparse.min_density,

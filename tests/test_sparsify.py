@@ -82,7 +82,8 @@ def test_every_format_is_stored_loaded_and_measured(run, options, variant, forma
     model = qsparse.load(value["saved"])
     assert row["accuracy"] == evaluate(model, load_dataset(run).test)[0]
     assert row["weight_bytes"] == sum(t.numel() * t.element_size() for t in model.state_dict().values())
-    assert row["density"] == (0.5 if format == "2:4" else round(0.3 * (784 * 32 + 320)) / (784 * 32 + 320))
+    kept = {"2of4-1of4-ft1": 0.25, "2of4": 0.5, "2of4-bf16-sparsegpt": 0.5}
+    assert row["density"] == kept.get(variant, round(0.3 * (784 * 32 + 320)) / (784 * 32 + 320))
     assert row["kernel"] == {"2:4": "gemm_24:cpu", "bitmap": "spmm_bitmap:cpu", "csr": "spmm_csr:cpu"}[format]
 
 
@@ -102,6 +103,17 @@ def test_auto_says_what_every_format_costs(run, command, criterion):
         assert {"csr", "2:4", "dense"} <= set(costs)
     assert f"fc1: {min(row['auto_costs']['fc1'], key=row['auto_costs']['fc1'].get)} " in result.stderr
     assert row["dtype"] == "int8" or command == "sparsify"
+    assert row["density"] == 0.5
+
+
+def test_the_density_is_what_stays_however_a_layer_is_stored(run):
+    """At 0.4 fc1 is smallest in a sparse format, and fc2, almost full, when it is dense: its zeros are zeros there."""
+    value = sparsify_run(run, 0.4, "auto", dtype="fp32", pruner="magnitude", min_density=0.3, device="cpu")
+    row = value.rows[1]
+    assert "dense" in row["format"].split("+")
+    assert row["layer_density"]["fc2"] < 1
+    total = sum(row["layer_density"][name] * size for name, size in (("fc1", 784 * 32), ("fc2", 320)))
+    assert row["density"] == round(total) / (784 * 32 + 320) == round(0.4 * (784 * 32 + 320)) / (784 * 32 + 320)
 
 
 def test_movement_at_one_stroke_is_told_what_it_is_for(run):

@@ -71,14 +71,13 @@ class TwoFourLinear(torch.nn.Module):
 
     @property
     def nnz(self) -> int:
-        """Values stored for columns that W has."""
-        return int((self._columns() < self.in_features).sum())
+        """Weights that stay: what is stored and not zero. Groups that keep fewer than two are filled up with zeros."""
+        return int(self.values.count_nonzero())
 
     def entries(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """The numbers that are stored, float32 (nnz,), and the column of each."""
-        columns = self._columns()
-        inside = columns < self.in_features
-        return self._reals()[inside], columns[inside]
+        """The numbers that stay, float32 (nnz,), and the column of each."""
+        stay = self.values != 0
+        return self._reals()[stay], self._columns()[stay]
 
     def _reals(self) -> torch.Tensor:
         return self.values.float()

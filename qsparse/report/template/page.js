@@ -187,7 +187,7 @@ function drawCrossover() {
   });
   const { soft } = theme();
   const said = [...groups].map(([name, points]) => `${name}: ${points.filter((p) => p.y > 1).length} of ${points.length} faster`);
-  plot("crossover", traces, layout("Speed-up against density", "density (fraction stored), logarithmic", "speed-up, logarithmic", {
+  plot("crossover", traces, layout("Speed-up against density", "density (fraction of the weights that stay), logarithmic", "speed-up, logarithmic", {
     xaxis: { type: "log" }, yaxis: { type: "log" },
     shapes: [{ type: "line", xref: "paper", x0: 0, x1: 1, y0: 1, y1: 1, line: { color: soft, dash: "dash" } }],
   }), `Speed-up against density. ${said.join("; ")}.`);
