@@ -118,18 +118,26 @@ def _rows_of(run: Path) -> tuple[list[dict[str, Any]], list[dict[str, Any]], int
 def _look_inside(
     named: Sequence[Path], rows: Sequence[Mapping[str, Any]], notes: list[str], console: Console | None
 ) -> Insides:
-    """What the page shows of the variants that lie in the runs; a run that cannot be looked into is noted."""
+    """What the page shows of the variants that lie in the runs; what cannot be looked into is noted, and the rest shown."""
     insides = Insides()
     for run in named:
         if not (run / checkpoint.MODEL).is_file():
             continue
         variants = dict.fromkeys(str(row["variant"]) for row in rows if row.get("run") == str(run))
         try:
-            insides.look(run, [variant for variant in variants if checkpoint.is_variant(run / variant)])
+            broken = insides.look(run, [variant for variant in variants if _lies_in(run, variant)])
+            found = [f"{run / variant} is not shown: {error}" for variant, error in broken.items()]
         except UserError as error:
-            notes.append(f"{run}: its models are not shown: {error}")
-            say(console, notes[-1])
+            found = [f"{run}: its models are not shown: {error}"]
+        for note in found:
+            say(console, note)
+        notes += found
     return insides
+
+
+def _lies_in(run: Path, variant: str) -> bool:
+    """Whether the run has a directory of that variant, sound or not; simulations and libraries have none."""
+    return (run / variant).parent == run and (run / variant).is_dir()
 
 
 def _beside(runs: Sequence[Path]) -> Path:

@@ -16,6 +16,7 @@ from torch import Tensor
 from qsparse import checkpoint
 from qsparse.data import Split
 from qsparse.dense import dense_layers
+from qsparse.errors import UserError
 from qsparse.kernels.gemm_weight_only import spread_groups, unpack_int4
 from qsparse.models import MLP
 from qsparse.nn import (
@@ -50,17 +51,22 @@ class Insides:
     images: list[str] = field(default_factory=list)
     _places: dict[tuple[str, int], int] = field(default_factory=dict)
 
-    def look(self, run: Path, variants: Sequence[str]) -> None:
-        """Add each of the `variants` saved in `run`, beside its dense model, on the CPU.
+    def look(self, run: Path, variants: Sequence[str]) -> dict[str, str]:
+        """Add each of the `variants` saved in `run`, beside its dense model, on the CPU; return why others could not be.
 
-        Raises UserError where a model cannot be loaded, or the data that the run was trained on are not there.
+        Raises UserError where the dense model cannot be loaded, or the data that the run was trained on are not there.
         """
         dense = checkpoint.load(run)
         weights = dense_layers(dense, "look into")
         test = load_dataset(run).test
         before = _answers(dense, test)
+        broken = {}
         for variant in variants:
-            model = checkpoint.load(run / variant)
+            try:
+                model = _variant(run / variant, dense.sizes)
+            except UserError as error:
+                broken[variant] = str(error)
+                continue
             self.variants.append(
                 {
                     "run": str(run),
@@ -70,6 +76,7 @@ class Insides:
                     **self._changes(run, test, before, _answers(model, test)),
                 }
             )
+        return broken
 
     def _changes(self, run: Path, test: Split, before: Tensor, after: Tensor) -> dict[str, Any]:
         lost = ((before == test.labels) & (after != test.labels)).nonzero().flatten().tolist()
@@ -98,6 +105,15 @@ class Insides:
             self._places[key] = len(self.images)
             self.images.append(_png(test.images[index].reshape(SIDE, SIDE).to(torch.uint8)))
         return self._places[key]
+
+
+def _variant(directory: Path, sizes: tuple[int, ...]) -> MLP:
+    """The model of a variant. Raises UserError where it cannot be loaded, or is of a network of other `sizes`."""
+    model = checkpoint.load(directory)
+    if model.sizes != sizes:
+        own, wanted = ("-".join(map(str, each)) for each in (model.sizes, sizes))
+        raise UserError(f"{directory} holds a network {own}, and its run one of {wanted}; compress the run again")
+    return model
 
 
 @torch.inference_mode()

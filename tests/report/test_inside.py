@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import io
+import shutil
 
 import numpy as np
 import pytest
@@ -161,6 +162,25 @@ def test_report_writes_a_page_of_a_run_and_of_a_sweep(run, tmp_path, browser):
     )
     page.close()
     assert faults == []
+
+
+def test_a_broken_variant_is_named_and_the_others_are_shown(run, tmp_path):
+    copied = tmp_path / "1"
+    shutil.copytree(run, copied)
+    weights = copied / "csr-0.02" / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:1000])
+    checkpoint.save_model(copied / "int8", quantize(MLP((784, 24, 10), seed=0), "int8"), {"variant": "int8"})
+    for name in ("model.safetensors", "config.json"):
+        (copied / "fp16" / name).unlink()
+    insides = Insides()
+    broken = insides.look(copied, VARIANTS)
+    assert [one["variant"] for one in insides.variants] == ["coo-0.1", "int8-2of4"]
+    assert list(broken) == ["int8", "csr-0.02", "fp16"]
+    page = collect([copied], out=tmp_path / "p.png", html=tmp_path / "p.html").page.read_text()
+    assert f"{copied / 'csr-0.02'} is not shown: {weights} is truncated" in page
+    assert f"{copied / 'fp16'} is not shown: " in page
+    assert "holds a network 784-24-10, and its run one of 784-16-10" in page
+    assert f'"run":"{copied}","variant":"coo-0.1","layers"' in page
 
 
 @pytest.mark.parametrize("name", ["page.png", "page", "."])
