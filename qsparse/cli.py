@@ -186,6 +186,8 @@ def train(
     config = TrainConfig(**given)
     if resume and force:
         raise UserError("--resume goes on with a run and --force replaces it: give one of them")
+    if force and out is None:
+        raise UserError("--force replaces the run in --out: give that too, or leave both out for a new directory")
 
     from qsparse.train import run
 

@@ -118,7 +118,7 @@ def _rows_of(run: Path) -> tuple[list[dict[str, Any]], list[dict[str, Any]], int
 def _look_inside(
     named: Sequence[Path], rows: Sequence[Mapping[str, Any]], notes: list[str], console: Console | None
 ) -> Insides:
-    """What the page shows of the variants that lie in the runs; what cannot be looked into is noted, and the rest shown."""
+    """What the page shows of the variants that lie in the runs; one that cannot be looked into is noted instead."""
     insides = Insides()
     for run in named:
         if not (run / checkpoint.MODEL).is_file():

@@ -185,7 +185,7 @@ def sparsify_run(
         "bias_corrected": sparse.correct_bias and _biases_differ(model, source.model),
         "layer_density": {name: mask_density({name: mask}) for name, mask in masks.items()},
         "prune_seed": sparse.seed,
-        "samples": sparse.samples,
+        "samples": sparse.samples if sparse.needs_data or schedule == "rigl" else None,
         "schedule": schedule,
         "gradual_epochs": epochs if schedule == "gradual" else 0,
         "schedule_epochs": epochs,
@@ -203,7 +203,8 @@ def sparsify_run(
     variant += "-joint" if order == "joint" else ""
     compressed, costs = sparsify_as(sparse, model, masks, scales)
     if costs is not None:
-        details |= {"auto": sparse.auto, "auto_batch": sparse.auto_batch, "auto_costs": costs}
+        rows_timed = sparse.auto_batch if sparse.auto == "time" else None
+        details |= {"auto": sparse.auto, "auto_batch": rows_timed, "auto_costs": costs}
         source.say("; ".join(f"{name}: {_cheapest(each, sparse.auto)}" for name, each in costs.items()))
     if sparse.dtype == INT8:
         details["order"] = order
@@ -301,7 +302,7 @@ def _check_schedule(sparse: SparseConfig, schedule: str, epochs: int) -> None:
 
 def _start(schedule: str, pruning: dict[str, Any]) -> dict[str, Any]:
     """The settings of where a dynamic training begins: anywhere, in numbers that are erk's unless others are asked."""
-    if pruning.get("pruner", SparseConfig.pruner) not in (SparseConfig.pruner, "random"):
+    if pruning.get("pruner", "random") != "random":
         raise UserError(f"{schedule} begins with random connections: give no pruner with it.")
     return {**pruning, "pruner": "random", "distribution": pruning.get("distribution") or "erk"}
 

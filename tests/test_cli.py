@@ -355,6 +355,7 @@ def test_an_out_that_holds_a_run(run):
 
 def test_options_that_exclude_each_other(run):
     assert "give one of them" in refused("train", "--resume", "--force")
+    assert "--force replaces the run in --out: give that too" in refused("train", "--force")
     assert "give --finetune-epochs too" in refused("sparsify", "--density", 0.1, "--lr", 0.1)
 
 
@@ -403,6 +404,59 @@ def start(*arguments: str) -> subprocess.Popen:
         # A suite in the background of a shell inherits an ignored SIGINT, and so would the process.
         preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
     )
+
+
+@pytest.mark.parametrize(
+    ("line", "owner"),
+    [
+        ("sparsify --density 0.1 --auto bytes", "--format auto"),
+        ("sparsify --density 0.1 --auto-batch 8", "--format auto --auto time"),
+        ("sparsify --density 0.1 --format auto --auto-batch 8", "--format auto --auto time"),
+        ("sparsify --density 0.1 --samples 64", "pruners that look at training images"),
+        ("sparsify --density 0.1 --pruner random --samples 64", "pruners that look at training images"),
+        ("sparsify --density 0.1 --schedule set --epochs 1 --samples 64", "pruners that look at training images"),
+        ("sparsify --density 0.1 --seed 1", "the pruner random, --permute"),
+        ("sparsify --density 0.1 --lr 0.1", "the training"),
+        ("compress --density 0.1 --auto time", "--format auto"),
+        ("compress --density 0.1 --samples 64", "pruners that look at training images"),
+        ("compress --density 0.1 --seed 1", "the pruner random"),
+        ("quantize --dtype int8 --percentile 99", "--calibration percentile"),
+        ("quantize --dtype int8 --activations static --calibration mse --percentile 99", "--calibration percentile"),
+        ("quantize --dtype int8 --weight-percentile 99", "--weight-calibration percentile"),
+        ("quantize --dtype int8wo --group 32", "--granularity group"),
+        ("quantize --dtype int8 --calibration-samples 64", "--activations static, or a --method"),
+        ("quantize --dtype int8 --sweep group=32,64", "--granularity group"),
+        ("quantize --dtype int8 --sweep granularity=tensor,channel --group 32", "--granularity group"),
+        ("search --dtype int8,int8wo --density 0.1 0.2", "sparse layers"),
+        ("search --dtype int8 --finetune-epochs 1", "sparse layers"),
+        ("bench gemm --tune --tier simt", "a benchmark"),
+        ("bench gemm --tune --no-duel", "a benchmark"),
+        ("bench gemm --tune --repetitions 9", "a benchmark"),
+        ("bench spmm --tune --op spmm_csr", "a benchmark"),
+        ("bench spmm --tune --repetitions 9", "a benchmark"),
+    ],
+)
+def test_an_option_without_effect_is_refused(line, owner):
+    said = refused(*line.split())
+    assert "has no effect here: it is of " in said
+    assert owner in said
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "sparsify --density 0.1 --format auto --auto time --auto-batch 8",
+        "sparsify --density 0.1 --correct-bias --samples 64 --seed 1",
+        "sparsify --density 0.1 --schedule rigl --epochs 1 --samples 64 --seed 1 --lr 0.1",
+        "sparsify --pattern 2:4 --permute --seed 1",
+        "compress --density 0.1 --order joint --samples 64 --seed 1",
+        "quantize --dtype int4wo --sweep granularity=channel,group --group 32",
+        "quantize --dtype int8 --method gptq --calibration-samples 64",
+        "search --dtype int8,fp16 --density 0.1 0.2 --finetune-epochs 1",
+    ],
+)
+def test_an_option_with_an_effect_comes_as_far_as_the_run(line):
+    assert "there is no run under runs/ yet" in refused(*line.split())
 
 
 @pytest.mark.parametrize(

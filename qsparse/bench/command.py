@@ -10,6 +10,7 @@ import typer
 
 from qsparse.bench.shapes import parse_shape, parse_sizes
 from qsparse.commandline import Device, DeviceOption, JsonOption, choices, example, print_json, text_stream
+from qsparse.errors import refuse_idle
 
 WRONG = 1
 """The exit code where a kernel's output was not that of the reference."""
@@ -40,8 +41,12 @@ CompileOption = Annotated[
     Compile, typer.Option("--compile", help="How torch.compile makes the peers that need it; off leaves them out.")
 ]
 RepetitionsOption = Annotated[
-    int,
-    typer.Option(min=1, help="Timed replays on a GPU, fewer for calls beyond 5 ms; a CPU gets a fixed time."),
+    int | None,
+    typer.Option(
+        min=1,
+        show_default="100",
+        help="Timed replays on a GPU, fewer for calls beyond 5 ms; a CPU gets a fixed time.",
+    ),
 ]
 OutOption = Annotated[
     Path | None, typer.Option(metavar="JSONL", show_default=False, help="Append the rows to this file.")
@@ -64,7 +69,8 @@ def _run(bench, device: Device, out: Path | None, as_json: bool, **options) -> N
     """Run a benchmark and print its result; ends with 1 if a kernel was wrong."""
     from qsparse.device import resolve_device
 
-    result = bench(resolve_device(device.value, _say), **options, out=out, say=_say)
+    given = {name: value for name, value in options.items() if value is not None}
+    result = bench(resolve_device(device.value, _say), **given, out=out, say=_say)
     text = text_stream(as_json)
     result.show(text)
     if out:
@@ -75,8 +81,12 @@ def _run(bench, device: Device, out: Path | None, as_json: bool, **options) -> N
         raise typer.Exit(WRONG)
 
 
-def _tune(tune, device: Device, table: Path | None, as_json: bool, **options) -> None:
-    """Fill a tuning table, the one that is read unless another is named, and say where it is."""
+def _tune(tune, device: Device, table: Path | None, as_json: bool, others: dict, **options) -> None:
+    """Fill a tuning table, the one that is read unless another is named, and say where it is.
+
+    others: options of the benchmark that tuning has not, which are refused where they are given.
+    """
+    refuse_idle([{name: "a benchmark, and --tune is none" for name, value in others.items() if value is not None}])
     from qsparse.device import resolve_device
 
     found = tune(resolve_device(device.value, _say), **options, table=table, say=_say)
@@ -109,7 +119,7 @@ def gemm(
             "--duel/--no-duel", show_default="on a GPU", help="Add 4096³ in float32 on the CPU, beside the GPU."
         ),
     ] = None,
-    repetitions: RepetitionsOption = 100,
+    repetitions: RepetitionsOption = None,
     out: OutOption = None,
     tune: Annotated[
         bool,
@@ -122,7 +132,8 @@ def gemm(
     if tune:
         from qsparse.bench.tune import tune as tune_gemm
 
-        _tune(tune_gemm, device, out, as_json, **chosen)
+        others = {"tier": tier, "duel": duel, "repetitions": repetitions}
+        _tune(tune_gemm, device, out, as_json, others, **chosen)
         return
 
     from qsparse.bench.gemm import bench
@@ -137,7 +148,7 @@ def int8(
     shapes: ShapesOption = None,
     device: DeviceOption = Device.auto,
     compile: CompileOption = Compile.off,
-    repetitions: RepetitionsOption = 100,
+    repetitions: RepetitionsOption = None,
     out: OutOption = None,
     as_json: JsonOption = False,
 ) -> None:
@@ -163,7 +174,7 @@ def spmm(
         typer.Option(min=1e-6, max=1, show_default="0.3, 0.1, 0.05, 0.02", help="Share of entries; repeatable."),
     ] = None,
     device: DeviceOption = Device.auto,
-    repetitions: RepetitionsOption = 100,
+    repetitions: RepetitionsOption = None,
     out: OutOption = None,
     tune: Annotated[
         bool,
@@ -176,7 +187,7 @@ def spmm(
     if tune:
         from qsparse.bench.tune_spmm import tune as tune_spmm
 
-        _tune(tune_spmm, device, out, as_json, **chosen)
+        _tune(tune_spmm, device, out, as_json, {"op": op or None, "repetitions": repetitions}, **chosen)
         return
 
     from qsparse.bench.spmm import bench
@@ -195,7 +206,7 @@ def mlp(
     ] = None,
     device: DeviceOption = Device.auto,
     compile: CompileOption = Compile.off,
-    repetitions: RepetitionsOption = 100,
+    repetitions: RepetitionsOption = None,
     out: OutOption = None,
     as_json: JsonOption = False,
 ) -> None:

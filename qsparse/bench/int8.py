@@ -342,6 +342,8 @@ def bench(
         raise UserError(f"--compile {compile!r} is none of {', '.join(COMPILE)}")
     on_gpu = device.type == "cuda"
     ops, shapes = tuple(ops) or OPS, tuple(shapes)
+    if compile != "off" and not {"gemm_int8", "gemm_weight_only"} & set(ops):
+        raise UserError(f"--compile is of the peers of gemm_int8 and gemm_weight_only, not of {', '.join(ops)}")
     where = environment(device)
     ceilings = Ceilings(copy_gbps(device)) if on_gpu else None
     read = read_gbps(device) if on_gpu and "gemm_weight_only" in ops else None

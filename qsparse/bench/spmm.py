@@ -298,8 +298,14 @@ def bench(
     does not do, before anything runs.
     """
     on_gpu = device.type == "cuda"
-    ops = tuple(ops) or (OPS + two_four.OPS if on_gpu else CPU_OPS)
-    dtypes = tuple(dtypes) or (DTYPES[:2] if on_gpu else DTYPES[:1])
+    ops, dtypes, densities = tuple(ops), tuple(dtypes), tuple(densities)
+    if ops and densities and set(ops) <= set(two_four.OPS):
+        raise UserError(f"--density {densities[0]:g}: {ops[0]} has 2 of each 4 weights, half of them; leave it out")
+    ops = ops or (OPS + two_four.OPS if on_gpu else CPU_OPS)
+    for dtype in dtypes:
+        if on_gpu and not any(_offered(op, dtype, on_gpu) for op in ops):
+            raise UserError(f"--dtype {dtype}: {', '.join(ops)} has nothing to be compared with there; leave it out")
+    dtypes = dtypes or (DTYPES[:2] if on_gpu else DTYPES[:1])
     of_24 = [op for op in ops if op in two_four.OPS]
     if not on_gpu and of_24:
         raise UserError(f"--op {of_24[0]}: a CPU has no sparse tensor cores; leave it out")
@@ -315,7 +321,7 @@ def bench(
     if out:
         append(out, ())  # refused now, and not after the first measurement
     unstructured = [op for op in ops if op not in two_four.OPS]
-    for dtype, shape, density in _cells(dtypes if unstructured else (), shapes, tuple(densities) or DENSITIES):
+    for dtype, shape, density in _cells(dtypes if unstructured else (), shapes, densities or DENSITIES):
         given = problem(shape, density, dtype, device)
         for op in unstructured:
             if not _offered(op, dtype, on_gpu):
@@ -326,7 +332,7 @@ def bench(
             if out:
                 append(out, more)
     for op, shape in itertools.product(of_24, shapes_24):
-        for dtype in [name for name in dtypes if name != "float32"] if op == "gemm_24" else ["int8"]:
+        for dtype in [name for name in dtypes if _offered(op, name, on_gpu)] if op == "gemm_24" else ["int8"]:
             say(f"{op} {dtype} {','.join(map(str, shape))}")
             more = two_four.measure(op, dtype, shape, device, where, repetitions, say)
             rows.extend(more)
@@ -336,10 +342,11 @@ def bench(
 
 
 def _offered(op: str, dtype: str, on_gpu: bool) -> bool:
-    """Whether there is something to compare: PyTorch's COO and sampled product take no halves, bitmaps only those."""
-    if op == "spmm_bitmap":
+    """Whether there is something to compare: PyTorch's COO and sampled product take no halves, bitmaps and 2:4 those
+    alone, and int8 is int8."""
+    if op in ("spmm_bitmap", "gemm_24"):
         return on_gpu and dtype != "float32"
-    return dtype == "float32" or op not in ("spmm_coo", "sddmm")
+    return dtype == "float32" if op in ("spmm_coo", "sddmm") else op != "gemm_int8_24"
 
 
 def _cells(dtypes, shapes, densities) -> Iterator[tuple[str, Shape, float]]:

@@ -59,9 +59,13 @@ def quantize(
         typer.Option(metavar="LO HI", show_default=False, help="The range of --calibration fixed."),
     ] = None,
     calibration_samples: Annotated[
-        int, typer.Option(min=1, help="Images of the validation split that calibration looks at.")
-    ] = 1024,
-    percentile: Annotated[float, typer.Option(help="Percent of all |x| that --calibration percentile holds.")] = 99.99,
+        int | None,
+        typer.Option(min=1, show_default="1024", help="Images of the validation split that calibration looks at."),
+    ] = None,
+    percentile: Annotated[
+        float | None,
+        typer.Option(show_default="99.99", help="Percent of all |x| that --calibration percentile holds."),
+    ] = None,
     weight_calibration: Annotated[
         Calibration, typer.Option(help="How the range of weights that share a scale is found.")
     ] = Calibration.minmax,
@@ -70,12 +74,16 @@ def quantize(
         typer.Option(metavar="LO HI", show_default=False, help="The range of --weight-calibration fixed."),
     ] = None,
     weight_percentile: Annotated[
-        float, typer.Option(help="Percent of |w| that --weight-calibration percentile holds.")
-    ] = 99.9,
+        float | None,
+        typer.Option(show_default="99.9", help="Percent of |w| that --weight-calibration percentile holds."),
+    ] = None,
     granularity: Annotated[
         Granularity, typer.Option(help="What of the weights shares a scale; group is of int8wo, int4wo and --simulate.")
     ] = Granularity.channel,
-    group: Annotated[int, typer.Option(min=1, help="Inputs in a group; the last may be short.")] = 64,
+    group: Annotated[
+        int | None,
+        typer.Option(min=1, show_default="64", help="Inputs of a --granularity group; the last group may be short."),
+    ] = None,
     asymmetric: Annotated[
         bool,
         typer.Option(
@@ -141,7 +149,8 @@ def quantize(
         "lr": lr,
         "simulate": simulate,
     }
-    configs = combinations(options, sweep or ())
+    given = {name: value for name, value in options.items() if value is not None}
+    configs = combinations(given, sweep or ())
     if sweep:
         done = variants.sweep_run(run, configs, device=device.value, console=progress_console())
     else:

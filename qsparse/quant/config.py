@@ -218,7 +218,7 @@ class QuantConfig:
     @property
     def needs_data(self) -> bool:
         """Whether it looks at calibration data."""
-        return (self.static and self.calibration != "fixed") or self.method not in ("absmax", "equalisation")
+        return _looks(self.activations, self.calibration, self.method)
 
     @property
     def variant(self) -> str:
@@ -267,6 +267,27 @@ class QuantConfig:
                 "qat_lr": self.lr,
             }
         )
+
+
+def idle(options: Mapping[str, Any]) -> dict[str, str]:
+    """Of the options given of a quantization, those that have no effect beside the others, and whose they are.
+
+    options: fields of `QuantConfig`.
+    """
+    chosen = {field.name: options.get(field.name, field.default) for field in fields(QuantConfig)}
+    looks = _looks(chosen["activations"], chosen["calibration"], chosen["method"])
+    owners = {
+        "calibration_samples": (looks, "--activations static, or a --method that looks at data, such as gptq"),
+        "percentile": (chosen["calibration"] == "percentile", "--calibration percentile"),
+        "weight_percentile": (chosen["weight_calibration"] == "percentile", "--weight-calibration percentile"),
+        "group": (chosen["granularity"] == "group", "--granularity group"),
+    }
+    return {option: owner for option, (used, owner) in owners.items() if option in options and not used}
+
+
+def _looks(activations: object, calibration: object, method: object) -> bool:
+    """Whether a quantization looks at calibration data."""
+    return (activations == "static" and calibration != "fixed") or method not in ("absmax", "equalisation")
 
 
 def _is_number(value: object) -> bool:

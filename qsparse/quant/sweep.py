@@ -5,8 +5,8 @@ import itertools
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from qsparse.errors import UserError
-from qsparse.quant.config import QuantConfig
+from qsparse.errors import UserError, refuse_idle
+from qsparse.quant.config import QuantConfig, idle
 
 _FIELDS = {field.name.replace("_", "-"): field for field in dataclasses.fields(QuantConfig) if field.name != "layers"}
 SWEPT = tuple(_FIELDS)
@@ -14,12 +14,14 @@ _SWITCHES = {"yes": True, "no": False}
 
 
 def sweep(options: Mapping[str, Any], lists: Sequence[str]) -> list[QuantConfig]:
-    """The configurations of `options` (fields of `QuantConfig`) with each combination of the values in `lists`.
+    """The configurations of `options` with each combination of the values in `lists`.
 
+    options: the fields of `QuantConfig` that were given.
     lists: texts like "calibration=minmax,mse", each of another option; they take the place of what `options` says. A
     range is LO:HI, and what is on or off is yes or no.
     Combinations that come to the same variant count once. Raises UserError for an option that cannot be swept, a value
-    that is no number where one is needed, and as `QuantConfig` for combinations that do not go together.
+    that is no number where one is needed, an option that has no effect in any combination, and as `QuantConfig` for
+    combinations that do not go together.
     """
     values: dict[str, list[Any]] = {}
     for text in lists:
@@ -30,8 +32,9 @@ def sweep(options: Mapping[str, Any], lists: Sequence[str]) -> list[QuantConfig]
         if field.name in values:
             raise UserError(f"--sweep {text}: {name} is swept already; list all of its values at once.")
         values[field.name] = [_value(field, text, value) for value in listed.split(",")]
-    combinations = itertools.product(*values.values())
-    configs = [QuantConfig(**{**options, **dict(zip(values, each, strict=True))}) for each in combinations]
+    combinations = [{**options, **dict(zip(values, each, strict=True))} for each in itertools.product(*values.values())]
+    configs = [QuantConfig(**each) for each in combinations]
+    refuse_idle(map(idle, combinations))
     return list({config.variant: config for config in configs}.values())
 
 

@@ -52,7 +52,7 @@ class Insides:
     _places: dict[tuple[str, int], int] = field(default_factory=dict)
 
     def look(self, run: Path, variants: Sequence[str]) -> dict[str, str]:
-        """Add each of the `variants` saved in `run`, beside its dense model, on the CPU; return why others could not be.
+        """Add each of the `variants` saved in `run`, beside its dense model, on the CPU; return why which could not be.
 
         Raises UserError where the dense model cannot be loaded, or the data that the run was trained on are not there.
         """

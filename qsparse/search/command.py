@@ -15,6 +15,7 @@ from qsparse.commandline import (
     progress_console,
     text_stream,
 )
+from qsparse.errors import refuse_idle
 from qsparse.quant.config import DTYPES, FLOAT32
 
 
@@ -30,8 +31,9 @@ def search(
         ),
     ] = None,
     density: Annotated[
-        tuple[float, float], typer.Option(metavar="LEAST MOST", help="Of a layer that is stored as CSR.")
-    ] = (0.02, 0.5),
+        tuple[float, float] | None,
+        typer.Option(metavar="LEAST MOST", show_default="0.02 0.5", help="Of a layer that is stored as CSR."),
+    ] = None,
     batch: Annotated[int, typer.Option(min=1, help="The batch size whose latency counts.")] = 1024,
     finetune_epochs: Annotated[int, typer.Option(min=0, help="Epochs of training after a plan's pruning.")] = 0,
     budget: Annotated[float, typer.Option(metavar="SECONDS", help="Of timing for each plan, on a CPU.")] = 0.3,
@@ -56,12 +58,14 @@ def search(
 
     config = studies.SearchConfig(
         **({} if dtype is None else {"dtypes": tuple(dtype.split(","))}),
-        least_density=density[0],
-        most_density=density[1],
+        **({} if density is None else {"least_density": density[0], "most_density": density[1]}),
         batch=batch,
         budget_s=budget,
         finetune_epochs=finetune_epochs,
     )
+    if not config.may_prune:
+        given = {"density": density is not None, "finetune_epochs": finetune_epochs > 0}
+        refuse_idle([{name: "sparse layers, whose --dtype is fp32, fp16 or bf16" for name, on in given.items() if on}])
     found = studies.search(
         run,
         config,

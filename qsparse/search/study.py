@@ -77,6 +77,11 @@ class SearchConfig:
                 "must be at least 1, at least 0, and above 0, none of them without end"
             )
 
+    @property
+    def may_prune(self) -> bool:
+        """Whether a layer may be sparse: what it then holds are floats."""
+        return any(dtype in plans.VALUES for dtype in self.dtypes)
+
 
 @dataclass(frozen=True)
 class Found:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import enum
 from typing import Annotated, Any
 
 import typer
@@ -17,7 +18,7 @@ from qsparse.commandline import (
     progress_console,
     text_stream,
 )
-from qsparse.errors import UserError
+from qsparse.errors import UserError, refuse_idle
 from qsparse.sparse import config
 
 Format = choices("Format", *config.FORMATS)
@@ -92,9 +93,12 @@ SeedOption = Annotated[
     int | None, typer.Option(min=0, show_default="the run's", help="Of random, and of the choice of images.")
 ]
 AutoOption = Annotated[
-    Criterion, typer.Option(help="What --format auto chooses each layer's format by, dense storage among them.")
+    Criterion | None,
+    typer.Option(show_default="bytes", help="What --format auto chooses each layer's format by, dense storage too."),
 ]
-AutoBatchOption = Annotated[int, typer.Option(min=1, help="Rows of the products that --auto time measures here.")]
+AutoBatchOption = Annotated[
+    int | None, typer.Option(min=1, show_default="1024", help="Rows of the products that --auto time measures here.")
+]
 FinetuneOption = Annotated[
     int, typer.Option(min=0, help="Epochs of training after pruning, the pruned weights held at zero.")
 ]
@@ -108,8 +112,12 @@ def sparsify(
     block: BlockOption = None,
     correct_bias: CorrectBiasOption = False,
     pruner: Annotated[
-        Pruner, typer.Option(help="What ranks the weights; all but magnitude and random look at training images.")
-    ] = Pruner.magnitude,
+        Pruner | None,
+        typer.Option(
+            show_default="magnitude",
+            help="What ranks the weights; all but magnitude and random look at training images.",
+        ),
+    ] = None,
     distribution: DistributionOption = None,
     min_density: MinDensityOption = 0.0,
     samples: SamplesOption = None,
@@ -121,8 +129,8 @@ def sparsify(
     dtype: Annotated[
         FloatDtype | None, typer.Option(show_default="fp32, of 2:4 and bitmap fp16", help="Of the weights that stay.")
     ] = None,
-    auto: AutoOption = Criterion.bytes,
-    auto_batch: AutoBatchOption = 1024,
+    auto: AutoOption = None,
+    auto_batch: AutoBatchOption = None,
     schedule: Annotated[
         Schedule,
         typer.Option(
@@ -139,30 +147,28 @@ def sparsify(
     as_json: JsonOption = False,
 ) -> None:
     """Prune a run, and measure it beside the baseline. Only the weights that stay are stored and computed."""
-    if lr is not None and not finetune_epochs + epochs:
-        raise UserError("--lr is of the fine-tuning: give --finetune-epochs too")
     _run(
         density,
         run,
         as_json,
-        format=format.value,
-        dtype=dtype.value if dtype else None,
-        auto=auto.value,
+        format=format,
+        dtype=dtype,
+        auto=auto,
         auto_batch=auto_batch,
-        pruner=pruner.value,
-        distribution=distribution.value if distribution else None,
+        pruner=pruner,
+        distribution=distribution,
         min_density=min_density,
         pattern=pattern,
         permute=permute,
         block=block,
         correct_bias=correct_bias,
+        samples=samples,
         seed=seed,
-        schedule=schedule.value,
+        schedule=schedule,
         epochs=epochs,
         finetune_epochs=finetune_epochs,
         lr=lr,
-        device=device.value,
-        **({} if samples is None else {"samples": samples}),
+        device=device,
     )
 
 
@@ -171,8 +177,8 @@ def compress(
     run: RunArgument = None,
     dtype: Annotated[Dtype, typer.Option(help="Of the weights that stay, one scale an output channel.")] = Dtype.int8,
     format: Annotated[Int8Format, typer.Option(help="How they are stored.")] = Int8Format.csr,
-    auto: AutoOption = Criterion.bytes,
-    auto_batch: AutoBatchOption = 1024,
+    auto: AutoOption = None,
+    auto_batch: AutoBatchOption = None,
     order: Annotated[
         Order, typer.Option(help="Prune, then round what stays; or SparseGPT prunes and rounds in one pass.")
     ] = Order.prune_first,
@@ -201,30 +207,36 @@ def compress(
         density,
         run,
         as_json,
-        dtype=dtype.value,
-        format=format.value,
-        auto=auto.value,
+        dtype=dtype,
+        format=format,
+        auto=auto,
         auto_batch=auto_batch,
-        order=order.value,
-        pruner=(pruner or own).value,
-        distribution=distribution.value if distribution else None,
+        order=order,
+        pruner=pruner or own,
+        distribution=distribution,
         min_density=min_density,
         pattern=pattern,
         permute=permute,
         block=block,
         correct_bias=correct_bias,
+        samples=samples,
         seed=seed,
         finetune_epochs=finetune_epochs,
-        device=device.value,
-        **({} if samples is None else {"samples": samples}),
+        device=device,
     )
 
 
-def _run(density: Any, run: Any, as_json: bool, **options: Any) -> None:
-    """Compress at one density, at several, or by a pattern, and print the table."""
-    says_itself = options["format"] == "2:4" and density is None and options["pattern"] is None
-    if (density is None) == (options["pattern"] is None) and not says_itself:
+def _run(density: Any, run: Any, as_json: bool, **given: Any) -> None:
+    """Compress at one density, at several, or by a pattern, and print the table. given: options, None if left out."""
+    options = {
+        name: value.value if isinstance(value, enum.Enum) else value
+        for name, value in given.items()
+        if value is not None
+    }
+    says_itself = options["format"] == "2:4" and density is None and "pattern" not in options
+    if (density is None) != ("pattern" in options) and not says_itself:
         raise UserError("give one of --density (0.1 keeps a tenth of the weights) and --pattern (2:4)")
+    refuse_idle([config.idle(options)])
 
     from qsparse import variants
     from qsparse.report.crossover import sentences

@@ -6,6 +6,7 @@ import dataclasses
 import math
 import numbers
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -176,6 +177,26 @@ class SparseConfig:
     def to_json(self) -> dict[str, Any]:
         """Return the settings as a JSON-able dict."""
         return dataclasses.asdict(self)
+
+
+def idle(options: Mapping[str, Any]) -> dict[str, str]:
+    """Of the options given of a pruning, those that have no effect beside the others, and whose they are.
+
+    options: as `qsparse.variants.sparsify_run` takes them.
+    """
+    pruner, schedule = options.get("pruner", SparseConfig.pruner), options.get("schedule", SCHEDULES[0])
+    auto = options.get("format") == AUTO
+    at_random = pruner == "random" or schedule in DYNAMIC
+    looks = options.get("correct_bias") or schedule == "rigl" or not (at_random or pruner == SparseConfig.pruner)
+    looking = "pruners that look at training images (not magnitude, not random), --correct-bias and rigl"
+    owners = {
+        "auto": (auto, "--format auto"),
+        "auto_batch": (auto and options.get("auto") == "time", "--format auto --auto time"),
+        "samples": (looks, looking),
+        "seed": (looks or at_random or options.get("permute"), f"the pruner random, --permute, {looking}"),
+        "lr": (options.get("epochs") or options.get("finetune_epochs"), "the training: give --finetune-epochs too"),
+    }
+    return {option: owner for option, (used, owner) in owners.items() if option in options and not used}
 
 
 def check_density(density: float) -> float:

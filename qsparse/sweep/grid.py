@@ -30,9 +30,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from qsparse.errors import UserError
+from qsparse.errors import UserError, refuse_idle
 from qsparse.quant import QuantConfig
+from qsparse.quant import config as quant
 from qsparse.sparse import SparseConfig
+from qsparse.sparse import config as sparse
 from qsparse.train.config import TrainConfig
 
 BASELINE = "baseline"
@@ -51,6 +53,7 @@ _FIELDS = {
     "sparsify": _names(SparseConfig, "finetune_epochs", "lr", "schedule", "epochs", "order"),
     "measure": ("batches", "budget_s"),
 }
+_IDLE = {"quantize": quant.idle, "sparsify": sparse.idle}
 _PAIRS = {"range", "weight_range"}
 """Fields whose one value is a list of numbers: they are swept by a list of lists."""
 
@@ -104,7 +107,8 @@ def read(path: str | Path) -> Grid:
     """The grid that the TOML file `path` describes.
 
     Values that do not go together are no error here: that cell fails in its turn. Raises UserError where the file
-    cannot be read, names a table or an option that there is not, or lists no value for one.
+    cannot be read, names a table or an option that there is not, lists no value for one, or gives one that has no
+    effect in any combination of its table.
     """
     try:
         text = Path(path).read_text(encoding="utf-8")
@@ -123,14 +127,16 @@ def read(path: str | Path) -> Grid:
     tables = {name: _tables(path, name, described.get(name, [])) for name in _FIELDS}
     measuring = {name: value for table in tables["measure"] for name, value in table.items()}
     _check_measuring(path, measuring)
+    swept = [(kind, _combinations(path, kind, table)) for kind in _IDLE for table in tables[kind]]
+    for kind, combinations in swept:
+        refuse_idle(map(_IDLE[kind], combinations), f"{path}: [{kind}] ")
     cells = {}
     for train in [each for table in tables["train"] or [{}] for each in _combinations(path, "train", table)]:
         cells[key(train)] = Cell(train, BASELINE, {})
-        for kind in ("quantize", "sparsify"):
-            for table in tables[kind]:
-                for options in _combinations(path, kind, table):
-                    cell = Cell(train, kind, options)
-                    cells[cell.key] = cell
+        for kind, combinations in swept:
+            for options in combinations:
+                cell = Cell(train, kind, options)
+                cells[cell.key] = cell
     return Grid(list(cells.values()), measuring)
 
 

@@ -117,6 +117,13 @@ def test_a_quantizer_that_rounds_otherwise_is_wrong(monkeypatch):
     assert len(result.wrong) == len(result.rows) == len(int8.QUANTIZED)
 
 
+def test_a_mode_of_compilation_that_no_peer_takes_is_refused():
+    with pytest.raises(
+        UserError, match=r"^--compile is of the peers of gemm_int8 and gemm_weight_only, not of gemm_fp8"
+    ):
+        int8.bench(torch.device("cpu"), ops=("gemm_fp8", "quantize_rows"), compile="default")
+
+
 def test_a_peer_that_refuses_is_said_and_has_no_row(monkeypatch):
     def refuse(*operands):
         raise RuntimeError("self.size(0) needs to be greater than 16, but got 8\nmore")

@@ -63,6 +63,23 @@ def test_what_a_cpu_does_not_do_is_refused():
         spmm.bench(CPU, ops=("spmm_csr", "gemm_24"))
 
 
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (
+            {"ops": ("gemm_24", "gemm_int8_24"), "densities": (0.1,)},
+            r"^--density 0\.1: gemm_24 has 2 of each 4 weights",
+        ),
+        ({"ops": ("gemm_int8_24",), "dtypes": ("float16",)}, r"^--dtype float16: gemm_int8_24 has nothing"),
+        ({"ops": ("spmm_coo", "sddmm"), "dtypes": ("float32", "bfloat16")}, r"^--dtype bfloat16: spmm_coo, sddmm has"),
+        ({"ops": ("spmm_bitmap",), "dtypes": ("float32",)}, r"^--dtype float32: spmm_bitmap has nothing"),
+    ],
+)
+def test_what_nothing_could_be_measured_of_is_refused(options, said):
+    with pytest.raises(UserError, match=said):
+        spmm.bench(torch.device("cuda"), **options)
+
+
 def row(density: float, us: float, peer: str, peer_us: float, plan: str = "kept", op: str = "spmm_csr") -> dict:
     return {
         "op": op,

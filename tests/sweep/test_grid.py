@@ -102,3 +102,21 @@ def test_refusals_name_what_is_wrong(tmp_path, text, named):
 def test_a_missing_file_is_named(tmp_path):
     with pytest.raises(UserError, match=r"nowhere\.toml"):
         grid.read(tmp_path / "nowhere.toml")
+
+
+@pytest.mark.parametrize(
+    ("table", "option"),
+    [
+        ("[sparsify]\ndensity = 0.1\nauto = 'time'", "--auto"),
+        ("[sparsify]\ndensity = 0.1\npruner = ['magnitude', 'random']\nsamples = 64", "--samples"),
+        ("[[quantize]]\ndtype = ['int8', 'fp8']\ngroup = [32, 64]", "--group"),
+    ],
+)
+def test_an_option_without_effect_in_any_cell_is_refused(tmp_path, table, option):
+    with pytest.raises(UserError, match=rf"sweep.toml: \[(quantize|sparsify)\] {option} has no effect here"):
+        read(tmp_path, table)
+
+
+def test_an_option_with_an_effect_in_some_cells_is_not(tmp_path):
+    text = "[sparsify]\ndensity = 0.1\nformat = ['csr', 'auto']\nauto = 'time'\nfinetune_epochs = [0, 2]\nlr = 0.1\n"
+    assert len(read(tmp_path, text).cells) == 1 + 4
