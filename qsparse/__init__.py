@@ -54,7 +54,8 @@ def sparsify(
 
     `masks` maps a layer's name to a bool tensor (N, K), True where the weight stays; `format` is "csr", "coo", "2:4",
     "bitmap" or "auto", and may come third. Or `masks` is a `qsparse.sparse.SparseConfig`, which names the format too,
-    and `data` the data set whose training images its pruner looks at (wanda, snip, sparsegpt and movement need it).
+    and `data` the data set whose training images its pruner looks at (wanda, snip, sparsegpt and movement need it), or
+    a pair of images and labels.
     """
     from qsparse import sparse
 
@@ -69,7 +70,7 @@ def compress(model: MLP, config: SparseConfig, data: Dataset | None = None, orde
     """Return a copy of `model` with int8 weights of which only those that stay are stored (see `qsparse.sparse.int8`).
 
     `config` is a `qsparse.sparse.SparseConfig` (of format csr, 2:4 or auto), and `data` the data set whose training
-    images its pruner looks at.
+    images its pruner looks at, or a pair of images and labels.
     `order` is "prune-first", or "joint": SparseGPT prunes and rounds in one pass.
     """
     from qsparse import sparse

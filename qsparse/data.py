@@ -122,6 +122,32 @@ def load(data: str = "auto", validation: int | None = None, say: Callable[[str],
     return Dataset(found.name, found.source, train, held_out, found.test)
 
 
+def as_dataset(given: object) -> Dataset:
+    """Return a `Dataset` as it is, or the one whose training images are `given`, and which has no others.
+
+    given: a pair of images (M, K), uint8 pixels or normalised floats, and labels (M,), whole numbers; tensors or NumPy
+    arrays. Raises TypeError and ValueError for anything else.
+    """
+    if isinstance(given, Dataset):
+        return given
+    arrays = (torch.Tensor, np.ndarray)
+    if not (isinstance(given, tuple | list) and len(given) == 2 and all(isinstance(each, arrays) for each in given)):
+        raise TypeError(
+            "data must be a Dataset, as qsparse.data.load() returns, or a pair of arrays (images, labels), not "
+            f"{type(given).__name__}"
+        )
+    images, labels = (
+        each if isinstance(each, torch.Tensor) else torch.tensor(np.ascontiguousarray(each)) for each in given
+    )
+    if not (images.dtype == torch.uint8 or images.is_floating_point()) or labels.is_floating_point():
+        raise TypeError(f"images must be uint8 or floats and labels whole numbers, not {images.dtype}, {labels.dtype}")
+    if images.ndim != 2 or labels.shape != images.shape[:1]:
+        raise ValueError(f"images and labels must be (M, K) and (M,), not {tuple(images.shape)}, {tuple(labels.shape)}")
+    labels = labels.long()
+    none = Split(images[:0], labels[:0])
+    return Dataset("custom", "given", Split(images, labels), none, none)
+
+
 def locate() -> Location:
     """Find what `load("auto")` would take, without touching the network. Never raises UserError."""
     try:

@@ -70,7 +70,8 @@ def gemm_int8(
     scale_y : (1,) float32
         For an 8-bit ``out_dtype`` alone: the output is ``rint(y / scale_y)``, by a true division with ties to even,
         clipped to [-127, 127] for int8 and to [0, 255] for uint8, which after a ReLU is one bit more. Integers hold
-        no NaN: it becomes 0; what is infinite is clipped.
+        no NaN: it becomes 0; what is infinite is clipped. So a ``scale_y`` that is no step, 0, NaN or Inf, gives
+        numbers, the same on every device; it is not refused, since on a GPU to look at it would wait.
     tier : str, optional
         "simt", "sm80" or "sm90": take no other, for tests and measurements.
 

@@ -56,7 +56,7 @@ def gemm_int8_24(
     sums_w : (N,) int32, optional
         ``values.sum(1)``, which ``zero_x`` needs: computed on each call where it is left out.
     scale_y : (1,) float32
-        For an 8-bit ``out_dtype`` alone.
+        For an 8-bit ``out_dtype`` alone, as in :func:`gemm_int8`.
     tier : str, optional
         "simt", "sm80" or "sm90": take no other, for tests and measurements.
 

@@ -7,16 +7,17 @@ import torch
 from torch import Tensor
 
 from qsparse.kernels import _bitmap_tiles
-from qsparse.sparse.formats import from_csr
+from qsparse.sparse.formats import check_tensors, from_csr
 
 
 def to_bitmap_tiles(w: Tensor, mask: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """The entries of `w` (N, K) where `mask` (N, K) bool is True: (values, masks, offsets).
 
     Raises:
-        TypeError: `mask` is not bool.
+        TypeError: no tensors, or `mask` is not bool.
         ValueError: the shapes differ or are no matrix, or there are more than about 2**34 entries.
     """
+    check_tensors(w=w, mask=mask)
     return _bitmap_tiles.pack(w, mask)
 
 
@@ -24,8 +25,10 @@ def from_bitmap_tiles(values: Tensor, masks: Tensor, offsets: Tensor, shape: tup
     """The dense (N, K) matrix, zero where nothing is stored.
 
     Raises:
+        TypeError: no tensors.
         ValueError: the arrays do not fit `shape` and each other, or a bit lies outside `shape`.
     """
+    check_tensors(values=values, masks=masks, offsets=offsets)
     tall, wide = _bitmap_tiles.grid(shape)
     tiles = tall * wide
     if masks.shape != (tiles, _bitmap_tiles.WORDS) or offsets.shape != (tiles + 1,):
@@ -41,5 +44,6 @@ def csr_to_bitmap_tiles(
     values: Tensor, col_indices: Tensor, row_offsets: Tensor, shape: tuple[int, int]
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The bitmap tiles of a CSR matrix; duplicates are summed, stored zeros stay stored. Raises as `from_csr`."""
+    check_tensors(values=values)
     stored = from_csr(torch.ones_like(values, dtype=torch.float32), col_indices, row_offsets, shape) > 0
     return to_bitmap_tiles(from_csr(values, col_indices, row_offsets, shape), stored)

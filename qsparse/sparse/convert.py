@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+import torch
 from torch import Tensor
 
 from qsparse.dense import dense_layers
 from qsparse.errors import UserError
 from qsparse.models import MLP
+from qsparse.nn import Linear
 from qsparse.sparse.choose import Costs, choose_formats
-from qsparse.sparse.config import AUTO, FORMATS, STORED, SparseConfig, check_stored, choose
+from qsparse.sparse.config import AUTO, FORMATS, INT8, STORED, SparseConfig, check_stored, choose
 from qsparse.sparse.masks import check_masks
 from qsparse.sparse.store import store
 
@@ -40,16 +42,19 @@ def sparsify(
         format: "csr", "coo", "2:4", "bitmap", or "auto", what takes the fewest bytes of these and of "dense" for each
             layer; or layer name -> format (as from `choose_formats`).
         dtype: of the values, "fp32", "fp16", "bf16" or "int8", of what the format stores; None: its own.
-        scales: of int8, layer name -> (N,) float32; None: of what stays.
+        scales: of int8, layer name -> (N,) float32, above 0, for every layer; None: of what stays.
 
     Raises:
         UserError: an unknown format, one that does not store `dtype`, a number that does not fit it, a model that is
             already compressed or holds NaN or Inf.
-        ValueError: the masks' names or shapes are not the layers', or one is not 2:4 where that is asked.
-        TypeError: a mask is not bool.
+        ValueError: the names or shapes of the masks or the scales are not the layers', one is not 2:4 where that is
+            asked, a scale is none, or there are scales of another dtype than int8.
+        TypeError: a mask is not bool, scales are not float32.
     """
     layers = dense_layers(model, "sparsify")
     check_masks(masks, layers)
+    if scales is not None:
+        _check_scales(scales, layers, dtype)
     if isinstance(format, str):
         choose("format", format, FORMATS)
         if dtype is not None:
@@ -69,6 +74,29 @@ def sparsify(
             for name, layer in layers.items()
         }
     )
+
+
+def _check_scales(scales: object, layers: Mapping[str, Linear], dtype: str | None) -> None:
+    """Raise TypeError or ValueError unless `scales` is layer name -> (N,) float32 of numbers above 0, of int8."""
+    if dtype != INT8:
+        raise ValueError(f"scales are of the dtype int8, not of {dtype}: leave them out")
+    if not isinstance(scales, Mapping):
+        raise TypeError(f"scales must be a dict from a layer's name to a tensor, not {type(scales).__name__}")
+    if scales.keys() != layers.keys():
+        raise ValueError(
+            f"scales must name the layers {', '.join(layers)}, not {', '.join(map(str, scales)) or 'none'}"
+        )
+    for name, layer in layers.items():
+        scale = scales[name]
+        if not isinstance(scale, Tensor) or scale.dtype != torch.float32:
+            kind = scale.dtype if isinstance(scale, Tensor) else type(scale).__name__
+            raise TypeError(f"the scales of layer {name} must be float32, a torch.Tensor, not {kind}")
+        if scale.shape != layer.weight.shape[:1]:
+            raise ValueError(
+                f"layer {name} has {len(layer.weight)} outputs and takes as many scales, not {tuple(scale.shape)}"
+            )
+        if not bool(((scale > 0) & scale.isfinite()).all()):
+            raise ValueError(f"the scales of layer {name} must be above 0 and finite")
 
 
 def sparsify_as(

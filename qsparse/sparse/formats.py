@@ -38,7 +38,7 @@ def to_csr(w: Tensor, mask: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """CSR of the entries of `w` (N, K) where `mask` (N, K) bool is True: (values, col_indices, row_offsets).
 
     Raises:
-        TypeError: `mask` is not bool.
+        TypeError: no tensors, or `mask` is not bool.
         ValueError: the shapes differ or are no matrix, or there are more than 2**31 - 1 entries.
     """
     values, _, cols = to_coo(w, mask)
@@ -49,7 +49,8 @@ def to_csr(w: Tensor, mask: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 def to_coo(w: Tensor, mask: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """COO of the entries of `w` (N, K) where `mask` (N, K) bool is True: (values, rows, cols). Raises as `to_csr`."""
-    if mask.dtype == torch.bool and w.ndim != 2:
+    _check_mask(w, mask)
+    if w.ndim != 2:
         raise ValueError(f"w and mask must be matrices of one shape, not {tuple(w.shape)} and {tuple(mask.shape)}")
     values, (rows, cols) = to_coordinates(w, mask)
     return values, rows, cols
@@ -59,7 +60,7 @@ def to_coordinates(array: Tensor, mask: Tensor) -> tuple[Tensor, tuple[Tensor, .
     """The entries of `array` (r dimensions) where `mask` (its shape, bool) is True, and r index arrays, all (nnz,).
 
     Raises:
-        TypeError: `mask` is not bool.
+        TypeError: no tensors, or `mask` is not bool.
         ValueError: the shapes differ, or there are more than 2**31 - 1 entries.
     """
     _check_mask(array, mask)
@@ -73,7 +74,7 @@ def to_bitmap(array: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
     """Bitmap of the entries of `array` where `mask` (its shape, bool) is True: (values, bits).
 
     Raises:
-        TypeError: `mask` is not bool.
+        TypeError: no tensors, or `mask` is not bool.
         ValueError: the shapes differ.
     """
     _check_mask(array, mask)
@@ -86,8 +87,10 @@ def from_bitmap(values: Tensor, bits: Tensor, shape: tuple[int, ...]) -> Tensor:
     """The dense array of a bitmap, zero where nothing is stored.
 
     Raises:
+        TypeError: no tensors.
         ValueError: bits have not the ceil(n / 8) bytes of `shape`, or not as many ones as there are values.
     """
+    check_tensors(values=values, bits=bits)
     size = math.prod(shape)
     mask = (bits[:, None] >> torch.arange(8, device=bits.device)).bitwise_and(1).bool().flatten()
     if bits.shape != (math.ceil(size / 8),) or int(mask.sum()) != values.numel() or bool(mask[size:].any()):
@@ -103,8 +106,10 @@ def from_csr(values: Tensor, col_indices: Tensor, row_offsets: Tensor, shape: tu
     """The dense (N, K) matrix of a CSR matrix, zero where nothing is stored; duplicates are summed.
 
     Raises:
+        TypeError: no tensors.
         ValueError: row_offsets do not start at 0, rise to nnz and have N + 1 entries, or an index lies outside `shape`.
     """
+    check_tensors(values=values, col_indices=col_indices, row_offsets=row_offsets)
     lengths = row_offsets.long().diff()
     nnz = values.numel()
     if row_offsets.shape != (shape[0] + 1,) or int(row_offsets[0]) != 0 or int(row_offsets[-1]) != nnz:
@@ -119,8 +124,10 @@ def from_coo(values: Tensor, rows: Tensor, cols: Tensor, shape: tuple[int, int])
     """The dense (N, K) matrix of a COO matrix, sorted or not, zero where nothing is stored; duplicates are summed.
 
     Raises:
+        TypeError: no tensors.
         ValueError: the three arrays differ in length, or an index lies outside `shape`.
     """
+    check_tensors(values=values, rows=rows, cols=cols)
     if not values.shape == rows.shape == cols.shape:
         raise ValueError(
             "values, rows and cols must have one length, not "
@@ -141,9 +148,10 @@ def compress_24(w: Tensor, mask: Tensor | None = None) -> tuple[Tensor, Tensor]:
     Returns (values, metadata), which `kernels.gemm_24` and, of int8, `kernels.gemm_int8_24` take.
 
     Raises:
-        TypeError: `mask` is not bool.
+        TypeError: no tensors, or `mask` is not bool.
         ValueError: `w` is no matrix, the shapes differ, or four neighbouring columns have more than two entries.
     """
+    check_tensors(w=w)
     kept = w != 0 if mask is None else mask
     _check_mask(w, kept)
     if w.ndim != 2:
@@ -167,10 +175,11 @@ def expand_24(values: Tensor, metadata: Tensor, shape: tuple[int, int]) -> Tenso
     """The dense (N, K) matrix of a 2:4 matrix, zero where nothing is stored.
 
     Raises:
-        TypeError: metadata is not uint8.
+        TypeError: no tensors, or metadata is not uint8.
         ValueError: values or metadata have not the shape that belongs to `shape`, two columns of a group do not
             ascend, or something but zero is stored beyond column K.
     """
+    check_tensors(values=values, metadata=metadata)
     n, k = shape
     width = _two_four.padded(k)
     if metadata.dtype != torch.uint8:
@@ -200,7 +209,15 @@ def _pair(bits: int) -> int:
 _PAIRS = [_pair(bits) for bits in range(16)]
 
 
+def check_tensors(**arrays: object) -> None:
+    """Raise TypeError, naming the argument, unless all are tensors."""
+    for name, array in arrays.items():
+        if not isinstance(array, Tensor):
+            raise TypeError(f"{name} must be a torch.Tensor, not {type(array).__name__}")
+
+
 def _check_mask(array: Tensor, mask: Tensor) -> None:
+    check_tensors(w=array, mask=mask)
     if mask.dtype != torch.bool:
         raise TypeError(f"mask must be bool, not {mask.dtype}")
     if mask.shape != array.shape:

@@ -58,7 +58,8 @@ def prune(
     Args:
         model: dense, on the device of `dataset`. Left as it was.
         dataset: all pruners but magnitude and random, and the correction of biases, look at `config.samples` of its
-            training images, chosen by `config.seed`. The correction is judged by the validation split.
+            training images, chosen by `config.seed`. The correction is judged by the validation split. A pair of images
+            and labels will do, too (see `data.as_dataset`), which has no validation split.
         rounding: of sparsegpt, layer name -> a column (N,) to its values on a grid, where weights are to lie on one.
 
     Warns:
@@ -68,7 +69,10 @@ def prune(
 
     Raises:
         UserError: the pruner needs data and there are none; a model that is already compressed, or not finite.
+        TypeError, ValueError: `dataset` is none, or its images are not those that `model` takes.
     """
+    if dataset is not None:
+        dataset = data.as_dataset(dataset)
     if config.correct_bias:
         pruned, masks = _with_better_biases(model, config, dataset, rounding)
     else:
@@ -87,7 +91,7 @@ def _with_better_biases(
     if not len(dataset.validation):
         raise UserError(
             "Corrected biases are kept where they gain on the validation split, and there is none: train with "
-            "--validation above 0."
+            "--validation above 0, or give a data set that has one."
         )
     left = _prune(model, dataclasses.replace(config, correct_bias=False), dataset, rounding)
     gained, without = (evaluate(pruned, dataset.validation)[0] for pruned, _ in (corrected, left))
@@ -107,7 +111,7 @@ def _prune(
 ) -> tuple[MLP, dict[str, Tensor]]:
     """`prune` without its warnings, and with the biases corrected wherever `config` says so."""
     weights = prunable_weights(model)
-    calibration = _calibration(config, dataset)
+    calibration = _calibration(config, dataset, model.sizes[0])
     pruned = model.replace({})
     fixed = _fixed_scores(model, weights, config, calibration)
     counts = _counts(model, weights, config, calibration, fixed)
@@ -139,18 +143,23 @@ def _sums(layer: Linear, inputs: Tensor) -> Tensor:
     return functional.linear(inputs, layer.weight, layer.bias)
 
 
-def _calibration(config: SparseConfig, dataset: Dataset | None) -> _Calibration | None:
-    """The images (M, 784) uint8 and labels (M,) that the pruner looks at; None where it looks at none."""
+def _calibration(config: SparseConfig, dataset: Dataset | None, inputs: int) -> _Calibration | None:
+    """The images (M, inputs) and labels (M,) that the pruner looks at; None where it looks at none."""
     if not config.needs_data:
         return None
     if dataset is None or not len(dataset.train):
         what = "The correction of biases" if config.correct_bias else f"The pruner {config.pruner}"
         raise UserError(f"{what} looks at training images: give it a data set.")
+    if (width := dataset.train.images.shape[1]) != inputs:
+        raise ValueError(f"the images have {width} pixels, and the model takes {inputs}")
     return next(iter(data.batches(dataset.train, config.samples, seed=config.seed, epoch=0)))
 
 
 def _inputs(model: MLP, calibration: _Calibration | None) -> Tensor | None:
-    return None if calibration is None else data.normalize(calibration[0], model.input_dtype)
+    if calibration is None:
+        return None
+    images, dtype = calibration[0], model.input_dtype
+    return data.normalize(images, dtype) if images.dtype == torch.uint8 else images.to(dtype)
 
 
 def _counts(

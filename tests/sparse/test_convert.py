@@ -172,3 +172,31 @@ def test_a_half_precision_model_can_be_sparsified():
     assert sparse.fc1.values.dtype == torch.bfloat16
     x = torch.randn(5, 20)
     torch.testing.assert_close(sparse(x), pruned(model, masks)(x), rtol=2e-2, atol=2e-2)
+
+
+@pytest.mark.parametrize(
+    ("scales", "error", "message"),
+    [
+        ([1.0], TypeError, "scales must be a dict from a layer's name to a tensor, not list"),
+        ({"fc1": torch.ones(30)}, ValueError, "scales must name the layers fc1, fc2, not fc1"),
+        (
+            {"fc1": [1.0] * 30, "fc2": torch.ones(7)},
+            TypeError,
+            "scales of layer fc1 must be float32, a .* not list",
+        ),
+        ({"fc1": torch.ones(30).double(), "fc2": torch.ones(7)}, TypeError, r"float32, a torch.Tensor, not .*float64"),
+        ({"fc1": torch.ones(30), "fc2": torch.ones(1)}, ValueError, "layer fc2 has 7 outputs and takes as many scales"),
+        ({"fc1": torch.ones(30), "fc2": torch.tensor(1.0)}, ValueError, "layer fc2 has 7 outputs"),
+        ({"fc1": torch.zeros(30), "fc2": torch.ones(7)}, ValueError, "layer fc1 must be above 0 and finite"),
+        ({"fc1": torch.full((30,), torch.nan), "fc2": torch.ones(7)}, ValueError, "layer fc1 must be above 0"),
+        ({"fc1": torch.ones(30), "fc2": torch.full((7,), torch.inf)}, ValueError, "layer fc2 must be above 0"),
+    ],
+)
+@pytest.mark.parametrize("format", ["csr", "2:4"])
+def test_scales_that_are_none_are_refused(scales, error, message, format):
+    model = MLP((20, 30, 7))
+    masks = {name: largest_of_each_group(w.abs(), 2, 4) for name, w in prunable_weights(model).items()}
+    with pytest.raises(error, match=message):
+        sparsify(model, masks, format, "int8", scales=scales)
+    with pytest.raises(ValueError, match="scales are of the dtype int8, not of fp16"):
+        sparsify(model, masks, format, "fp16", scales=scales)

@@ -5,7 +5,18 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from qsparse.sparse import compress_24, expand_24, from_coo, from_csr, to_coo, to_csr
+from qsparse.sparse import (
+    compress_24,
+    csr_to_bitmap_tiles,
+    expand_24,
+    from_bitmap_tiles,
+    from_coo,
+    from_csr,
+    to_bitmap_tiles,
+    to_coo,
+    to_csr,
+)
+from qsparse.sparse.formats import from_bitmap, to_bitmap
 
 SHAPES = [(1, 1), (3, 5), (7, 1), (1, 9), (16, 33), (0, 4), (4, 0), (0, 0)]
 DENSITIES = [0.0, 0.05, 0.5, 1.0]
@@ -172,3 +183,27 @@ def test_24_keeps_nan_and_reads_views_by_their_strides():
     w[2, w[2].nonzero()[0]] = torch.nan
     values, metadata = compress_24(w.t().contiguous().t())
     torch.testing.assert_close(expand_24(values, metadata, (8, 24)), w, rtol=0, atol=0, equal_nan=True)
+
+
+@pytest.mark.parametrize(
+    ("call", "name"),
+    [
+        (lambda a: compress_24(a), "w"),
+        (lambda a: compress_24(torch.ones(1, 4), a), "mask"),
+        (lambda a: to_csr(a, torch.ones(1, 4, dtype=torch.bool)), "w"),
+        (lambda a: to_coo(torch.ones(1, 4), a), "mask"),
+        (lambda a: to_bitmap(a, torch.ones(1, 4, dtype=torch.bool)), "w"),
+        (lambda a: to_bitmap_tiles(torch.ones(1, 4), a), "mask"),
+        (lambda a: expand_24(a, torch.zeros(1, 1, dtype=torch.uint8), (1, 8)), "values"),
+        (lambda a: expand_24(torch.ones(1, 4), a, (1, 8)), "metadata"),
+        (lambda a: from_csr(torch.ones(1), a, torch.tensor([0, 1]), (1, 4)), "col_indices"),
+        (lambda a: from_coo(torch.ones(1), torch.tensor([0]), a, (1, 4)), "cols"),
+        (lambda a: from_bitmap(torch.ones(1), a, (1, 4)), "bits"),
+        (lambda a: from_bitmap_tiles(a, torch.ones(1), torch.ones(1), (1, 4)), "values"),
+        (lambda a: csr_to_bitmap_tiles(a, torch.tensor([0]), torch.tensor([0, 1]), (1, 4)), "values"),
+    ],
+)
+@pytest.mark.parametrize("array", [[[1.0, 0.0, 2.0, 0.0]], np.ones((1, 4), dtype=bool)], ids=["list", "ndarray"])
+def test_what_is_no_tensor_is_named(call, name, array):
+    with pytest.raises(TypeError, match=rf"^{name} must be a torch.Tensor, not {type(array).__name__}$"):
+        call(array)

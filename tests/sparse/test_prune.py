@@ -1,6 +1,7 @@
 import dataclasses
 import itertools
 
+import numpy as np
 import pytest
 import torch
 
@@ -178,6 +179,43 @@ def test_from_python(digits, trained):
     assert sum(layer.nnz for layer in sparse.layers().values()) == kept(masks)
     images = digits.test.images[:50]
     torch.testing.assert_close(sparse(images), pruned(images), rtol=1e-4, atol=1e-4)
+
+
+def test_images_and_labels_will_do_as_data(digits, trained):
+    config = SparseConfig(0.2, "snip", samples=64)
+    images, labels = digits.train.images, digits.train.labels
+    floats = data.normalize(images)
+    expected = qsparse.sparsify(trained, config, digits)
+    for pair in ((images, labels), [images.numpy(), labels.numpy()], (floats, labels.int())):
+        given = qsparse.sparsify(trained, config, pair)
+        assert torch.equal(given.fc1.col_indices, expected.fc1.col_indices)
+    for pruner in ("wanda", "sparsegpt"):
+        config = SparseConfig(0.2, pruner, samples=64)
+        assert torch.equal(prune(trained, config, (floats, labels))[1]["fc1"], prune(trained, config, digits)[1]["fc1"])
+
+
+@pytest.mark.parametrize(
+    ("given", "error", "message"),
+    [
+        (
+            torch.zeros(5, 784),
+            TypeError,
+            r"must be a Dataset, .* or a pair of arrays \(images, labels\), not Tensor",
+        ),
+        (np.zeros((5, 784)), TypeError, "data must be a Dataset, .* not ndarray"),
+        ("mnist", TypeError, "data must be a Dataset, .* not str"),
+        ((torch.zeros(5, 784), None), TypeError, "data must be a Dataset, .* not tuple"),
+        ((torch.zeros(5, 784), torch.zeros(5)), TypeError, r"labels whole numbers, not torch\.float32, torch\.float32"),
+        ((torch.zeros(5, 784), torch.zeros(4).long()), ValueError, r"not \(5, 784\), \(4,\)"),
+        ((torch.zeros(5, 28, 28), torch.zeros(5).long()), ValueError, r"not \(5, 28, 28\), \(5,\)"),
+        ((torch.zeros(5, 20), torch.zeros(5).long()), ValueError, "the images have 20 pixels, and the model takes 784"),
+        ((torch.zeros(0, 784), torch.zeros(0).long()), UserError, "wanda looks at training images"),
+    ],
+)
+@pytest.mark.parametrize("call", [qsparse.sparsify, qsparse.compress])
+def test_other_data_are_named(trained, given, error, message, call):
+    with pytest.raises(error, match=message):
+        call(trained, SparseConfig(0.2, "wanda"), given)
 
 
 def test_the_call_with_masks_keeps_working(trained):
