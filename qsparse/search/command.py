@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -56,16 +56,19 @@ def search(
     from qsparse.report import show
     from qsparse.search import study as studies
 
+    given: dict[str, Any] = {} if dtype is None else {"dtypes": tuple(dtype.split(","))}
+    given |= {} if density is None else {"least_density": density[0], "most_density": density[1]}
     config = studies.SearchConfig(
-        **({} if dtype is None else {"dtypes": tuple(dtype.split(","))}),
-        **({} if density is None else {"least_density": density[0], "most_density": density[1]}),
+        **given,
         batch=batch,
         budget_s=budget,
         finetune_epochs=finetune_epochs,
     )
     if not config.may_prune:
-        given = {"density": density is not None, "finetune_epochs": finetune_epochs > 0}
-        refuse_idle([{name: "sparse layers, whose --dtype is fp32, fp16 or bf16" for name, on in given.items() if on}])
+        of_sparse = {"density": density is not None, "finetune_epochs": finetune_epochs > 0}
+        refuse_idle(
+            [{name: "sparse layers, whose --dtype is fp32, fp16 or bf16" for name, on in of_sparse.items() if on}]
+        )
     found = studies.search(
         run,
         config,
