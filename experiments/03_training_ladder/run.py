@@ -1,10 +1,11 @@
 """Climb the ladder on several networks, and measure the time to an accuracy; write the rows and README's tables.
 
-    python experiments/03_training_ladder/run.py            # on a GPU, some two minutes
+    python experiments/03_training_ladder/run.py            # on a GPU, about a minute
     python experiments/03_training_ladder/run.py --only cpu # the CPU's rungs, anywhere
     python experiments/03_training_ladder/run.py --table    # the tables again, from the rows that there are
 
-Exits with 1 when a backend's losses are not PyTorch's, or when a recipe misses its accuracy.
+Rows are kept as they come: what a run that was ended has measured is there. Exits with 1 when a backend's losses or its
+accuracy are not PyTorch's, or when a recipe misses its own.
 """
 
 from __future__ import annotations
@@ -13,11 +14,13 @@ import argparse
 import json
 import statistics
 import sys
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
+from scipy import stats
 
 from qsparse import data, kernels
 from qsparse.data import MEAN, STD, Dataset
@@ -27,14 +30,16 @@ from qsparse.measure import environment
 from qsparse.models import MLP
 from qsparse.train.config import TrainConfig
 from qsparse.train.fit import evaluate
-from qsparse.train.ladder import ladder
+from qsparse.train.ladder import EAGER, ladder
 
 HERE = Path(__file__).resolve().parent
 ROWS, ACCURACY_ROWS, CPU_ROWS = HERE / "rows.jsonl", HERE / "accuracy.jsonl", HERE / "cpu.jsonl"
 README = HERE / "README.md"
 SEEDS = range(5)
-NETWORKS = (((256,), 64, SEEDS), ((320, 160), 64, [0]), ((1024, 1024), 256, [0]), ((256,), 4096, [0]))
-"""Hidden layers, batch, and the seeds that are trained."""
+NETWORKS = (((256,), 64), ((320, 160), 64), ((1024, 1024), 256), ((256,), 4096))
+"""Hidden layers and batch."""
+POINTS = 0.2
+"""How far the mean accuracy over the seeds may lie from PyTorch's."""
 
 
 @dataclass(frozen=True)
@@ -50,16 +55,14 @@ class Recipe:
 RECIPES = (Recipe(0.97, epochs=1, lr=0.3), Recipe(0.98, epochs=4, lr=0.3))
 
 
-def climb(dataset: Dataset) -> list[dict[str, Any]]:
-    """The ladder's rows of every network; each seed counts as a round."""
-    rows = []
-    for hidden, batch, seeds in NETWORKS:
-        for seed in seeds:
+def climb(dataset: Dataset) -> Iterator[list[dict[str, Any]]]:
+    """The ladder's rows, network by network: of all with one seed, PyTorch's slow eager rung too, then of more."""
+    for seed in SEEDS:
+        for hidden, batch in NETWORKS:
             print(f"784-{'-'.join(map(str, hidden))}-10, batch {batch}, seed {seed}", file=sys.stderr, flush=True)
             config = TrainConfig(hidden=hidden, batch_size=batch, epochs=2, seed=seed)
-            rounds = 1 if len(seeds) > 1 else 3
-            rows += ladder(dataset, config, rounds=rounds, say=lambda _: None, device="cuda").rows
-    return rows
+            rounds, without = (2, ()) if seed == SEEDS[0] else (1, (EAGER,))
+            yield ladder(dataset, config, rounds=rounds, say=lambda _: None, device="cuda", without=without).rows
 
 
 def time_to_accuracy(dataset: Dataset, recipe: Recipe, seed: int) -> dict[str, Any]:
@@ -114,24 +117,48 @@ def ladder_table(rows: list[dict[str, Any]]) -> str:
     if not rows:
         return "Not measured yet: `python experiments/03_training_ladder/run.py` fills this in."
     lines = [
-        "| network | batch | rung | products | epoch, ms | to the graph | to `torch_eager` | accuracy | seeds |",
-        "| --- | ---: | --- | --- | ---: | ---: | ---: | ---: | ---: |",
+        "| network | batch | rung | products | epoch, ms | to the graph | to `torch_eager` | accuracy "
+        "| points to PyTorch's | seeds |",
+        "| --- | ---: | --- | --- | ---: | ---: | ---: | ---: | ---: | ---: |",
     ]
-    groups: dict[tuple, list[dict]] = {}
-    for row in rows:
-        groups.setdefault((*row["sizes"], row["batch_size"], row["backend"]), []).append(row)
-    for group in groups.values():
+    for group in _groups(rows):
         first = group[0]
         cells = [f"{'-'.join(map(str, first['sizes']))}", f"{first['batch_size']}", f"`{first['backend']}`"]
         cells.append(first["dtype"])
         for field, form in (("epoch_s", "{:.2f}"), ("ratio", "{:.2f}x"), ("eager_ratio", "{:.1f}x")):
-            values = [row[field] for row in group]
+            values = [row[field] for row in group if row[field] is not None]
             scale = 1000 if field == "epoch_s" else 1
             missing = "wrong" if any(row["epoch_s"] is None for row in group) else "-"
-            cells.append(missing if None in values else form.format(scale * statistics.median(values)))
-        cells += [f"{statistics.mean(row['accuracy'] for row in group):.2%}", f"{len(group)}"]
+            cells.append(form.format(scale * statistics.median(values)) if values and missing == "-" else missing)
+        cells.append(f"{statistics.mean(row['accuracy'] for row in group):.2%}")
+        cells += [_interval(accuracy_changes(group, rows)), f"{len(group)}"]
         lines.append(f"| {' | '.join(cells)} |")
     return "\n".join((*lines, "", f"{_where(rows)} Wall-clock time of training 60,000 images, evaluation left out."))
+
+
+def _groups(rows: list[dict[str, Any]]) -> list[list[dict[str, Any]]]:
+    """The rows of each network and backend."""
+    groups: dict[tuple, list[dict]] = {}
+    for row in rows:
+        groups.setdefault((*row["sizes"], row["batch_size"], row["backend"]), []).append(row)
+    return list(groups.values())
+
+
+def accuracy_changes(group: list[dict[str, Any]], rows: list[dict[str, Any]]) -> list[float]:
+    """Test accuracy less that of the row's peer with the same seed, in points, for each seed that both have."""
+    peers = {(*row["sizes"], row["batch_size"], row["seed"], row["backend"]): row["accuracy"] for row in rows}
+    pairs = [(row, peers.get((*row["sizes"], row["batch_size"], row["seed"], row["peer"]))) for row in group]
+    return [100 * (row["accuracy"] - peer) for row, peer in pairs if peer is not None and row["backend"] != row["peer"]]
+
+
+def _interval(values: list[float]) -> str:
+    """The mean, with its interval of 95 % by Student's t where there are several."""
+    if not values:
+        return "-"
+    if len(values) == 1:
+        return f"{values[0]:+.2f}"
+    half = stats.t.ppf(0.975, len(values) - 1) * statistics.stdev(values) / len(values) ** 0.5
+    return f"{statistics.mean(values):+.2f} ± {half:.2f}"
 
 
 def accuracy_table(rows: list[dict[str, Any]]) -> str:
@@ -176,8 +203,15 @@ def _read(path: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
 
 
-def _write(path: Path, rows: list[dict[str, Any]]) -> None:
-    path.write_text("".join(json.dumps(row, allow_nan=False) + "\n" for row in rows))
+def _keep(path: Path, batches: Iterator[list[dict[str, Any]]]) -> list[dict[str, Any]]:
+    """Write rows over what `path` holds, as they come, and return them all."""
+    kept = []
+    path.write_text("")
+    for rows in batches:
+        kept += rows
+        with path.open("a") as file:
+            file.writelines(json.dumps(row, allow_nan=False) + "\n" for row in rows)
+    return kept
 
 
 def publish() -> None:
@@ -211,20 +245,23 @@ def main() -> int:
         return 2
     failed = []
     if given.only == "cpu":
-        rows = ladder(dataset, TrainConfig(epochs=2), rounds=3, say=lambda _: None, device="cpu").rows
-        _write(CPU_ROWS, rows)
+        climbed = ladder(dataset, TrainConfig(epochs=2), rounds=3, say=lambda _: None, device="cpu")
+        rows = _keep(CPU_ROWS, iter([climbed.rows]))
         print(cpu_table(rows))
         failed += [f"WRONG: {row['backend']}" for row in rows if row["epoch_s"] is None]
     if given.only in (None, "ladder"):
-        rows = climb(dataset)
-        _write(ROWS, rows)
+        rows = _keep(ROWS, climb(dataset))
         print(ladder_table(rows))
         failed += [f"WRONG: {row['backend']} {row['sizes']}" for row in rows if row["epoch_s"] is None]
+        for group in _groups(rows):
+            changes = accuracy_changes(group, rows)
+            if changes and abs(statistics.mean(changes)) > POINTS:
+                failed.append(f"UNEQUAL: {group[0]['backend']} {group[0]['sizes']}, {_interval(changes)} points")
     if given.only in (None, "accuracy"):
         there = dataset.to(device)
         time_to_accuracy(there, RECIPES[0], seed=0)  # compiles
-        rows = [time_to_accuracy(there, recipe, seed) for recipe in RECIPES for seed in SEEDS]
-        _write(ACCURACY_ROWS, rows)
+        each = ([time_to_accuracy(there, recipe, seed)] for recipe in RECIPES for seed in SEEDS)
+        rows = _keep(ACCURACY_ROWS, each)
         print(accuracy_table(rows))
         failed += [f"MISSED: {row['accuracy']:.2%} of {row['target']:.0%}" for row in rows if not row["reached"]]
     publish()

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from functools import partial
 from typing import IO, Any
@@ -144,17 +144,24 @@ def _rung(name: str, dataset: Dataset, config: TrainConfig) -> _Rung:
 
 
 def ladder(
-    dataset: Dataset, config: TrainConfig, *, rounds: int, say: Callable[[str], None], device: str = "auto"
+    dataset: Dataset,
+    config: TrainConfig,
+    *,
+    rounds: int,
+    say: Callable[[str], None],
+    device: str = "auto",
+    without: Collection[str] = (),
 ) -> Ladder:
     """Train `config` by every backend in turn, `rounds` times over, and return a row for each.
 
     dataset: on the CPU; backends of the GPU get a copy there. config: its backend, device and precision are not looked
     at. device: cpu and cuda leave out what runs on the other; with cuda, PyTorch on the CPU takes the first steps only,
-    for their losses. Times are wall-clock times of training an epoch, without the evaluation; a row has their median.
+    for their losses. without: rungs to leave out, no peer of a device among them. Times are wall-clock times of an
+    epoch's training, without the evaluation; a row has their median.
 
     Raises UserError when a run diverges, and for a GPU that is not there.
     """
-    names = runnable(device, say)
+    names = [name for name in runnable(device, say) if name not in without]
     on_gpu = {name for name in names if name.startswith(("torch_", "cuda"))}
     there = dataset.to(resolve_device("cuda")) if on_gpu else dataset
     rungs = {name: _rung(name, there if name in on_gpu else dataset, config) for name in names}
@@ -178,7 +185,7 @@ def _row(name: str, rung: _Rung, rungs: dict[str, _Rung], losses: list[float], r
     at = partial(percentile, rung.seconds)
     peer = PEERS.get(rung.dtype, PEERS[config.device])
     peer_s = percentile(rungs[peer].seconds, 50)
-    same = config.device == "cuda" and rung.dtype != "bfloat16"
+    same = config.device == "cuda" and rung.dtype != "bfloat16" and EAGER in rungs
     eager_s = percentile(rungs[EAGER].seconds, 50) if same else None
     return {
         "op": "train",

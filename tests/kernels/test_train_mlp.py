@@ -183,6 +183,19 @@ def test_one_image_again_and_again_is_learnt(place, problem):
     assert losses[-1] < 0.1 * losses[0]
 
 
+@pytest.mark.parametrize(
+    ("sizes", "precision"),
+    [((784, 32, 1), "highest"), ((784, 300, 1), "high"), ((784, 40, 30, 1), "high"), ((784, 300, 200, 1), "highest")],
+    ids=str,
+)
+def test_a_single_class_has_nothing_to_learn(place, sizes, precision, problem):
+    arguments, options = problem(sizes, 130, 60)
+    given = to(arguments, place["device"])
+    losses = train(given, options, precision=precision, tier=place["tier"])
+    assert (losses == 0).all()
+    assert torch.equal(given[4].cpu(), arguments[4])
+
+
 def test_no_rows_change_nothing(place, problem):
     arguments, options = problem((784, 32, 10), 0, 8)
     given = to(arguments, place["device"])
