@@ -7,10 +7,6 @@
 #include "common/gemm_24_sm90.cuh"
 #include "common/int8_epilogue.cuh"
 
-template <> struct Pair<int> { using type = int2; };
-template <> struct Pair<signed char> { using type = char2; };
-template <> struct Pair<unsigned char> { using type = uchar2; };
-
 template <typename O, int BB, int MI> struct ScaleEpilogue24 {
     using Sum = int;
     using Out = O;

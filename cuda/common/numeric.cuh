@@ -22,6 +22,9 @@ template <typename T> struct Pair;
 template <> struct Pair<float> { using type = float2; };
 template <> struct Pair<__half> { using type = __half2; };
 template <> struct Pair<__nv_bfloat16> { using type = __nv_bfloat162; };
+template <> struct Pair<int> { using type = int2; };
+template <> struct Pair<signed char> { using type = char2; };
+template <> struct Pair<unsigned char> { using type = uchar2; };
 
 template <typename T> __device__ __forceinline__ typename Pair<T>::type pair_from(float low, float high);
 template <> __device__ __forceinline__ float2 pair_from<float>(float low, float high) { return {low, high}; }

@@ -4,10 +4,6 @@
 #include "gemm_sm90.cuh"
 #include "int8_epilogue.cuh"
 
-template <> struct Pair<int> { using type = int2; };
-template <> struct Pair<signed char> { using type = char2; };
-template <> struct Pair<unsigned char> { using type = uchar2; };
-
 template <typename SumT, typename O, int BN, int MI> struct ScaleEpilogue {
     using Sum = SumT;
     using Out = O;

@@ -7,14 +7,12 @@ import torch
 from qsparse.kernels import _gemm_int8_cpu, _gemm_int8_simt, _gemm_int8_sm80, _gemm_int8_sm90
 from qsparse.kernels._face import check_same_device, check_tensor, face, matrix, rows
 from qsparse.kernels._gemm_int8_cpu import cpu_method
-from qsparse.kernels._gemm_int8_epilogue import OUT_DTYPES, Epilogue
+from qsparse.kernels._gemm_int8_epilogue import Epilogue
 
 __all__ = ["cpu_method", "gemm_int8"]
 
 _TIERS = {"simt": _gemm_int8_simt, "sm80": _gemm_int8_sm80, "sm90": _gemm_int8_sm90}  # worst first
 SOURCES = {tier.SOURCE: tier.INSTANCES for tier in _TIERS.values()}
-_BARE = (torch.int32, torch.int64)
-_QUANTIZED = (torch.int8, torch.uint8)
 _SUMS_K = 2**24  # the longest row of weights whose sum cannot leave int32
 _COPY_WORK = 2**26  # multiply-adds from which rows off 16-byte boundaries are copied, so that tensor cores read them
 
@@ -97,20 +95,15 @@ def gemm_int8(
     m, k = x.shape
     check_tensor("w", w, (torch.int8,), (None, k))
     n = w.shape[0]
-    if out_dtype not in OUT_DTYPES:
-        raise TypeError(f"out_dtype must be one of {', '.join(map(str, OUT_DTYPES))}, got {out_dtype}")
-    _check_scales(out_dtype, m, n, scale_x, scale_w, bias, zero_x, sums_w, scale_y)
-    check_same_device(x, w=w, scale_x=scale_x, scale_w=scale_w, bias=bias)
-    check_same_device(x, zero_x=zero_x, sums_w=sums_w, scale_y=scale_y)
+    check_same_device(x, w=w)
+    epilogue = Epilogue(*given[2:], relu)
+    epilogue.check(x, n, out_dtype)
     if zero_x is not None and k > _SUMS_K:
         raise ValueError(f"zero_x is possible up to K = {_SUMS_K} (K is {k}): sums of weights must fit int32")
     longest = longest_int32(x.dtype, zero_x is not None)
     if k > longest and out_dtype == torch.int32:
         raise ValueError(f"out_dtype int32 can overflow beyond K = {longest} (K is {k}); ask for int64")
-    if zero_x is not None and sums_w is None:
-        sums_w = w.sum(1, dtype=torch.int32)
-    values = [None if a is None else rows(a) for a in (scale_x, scale_w, bias, zero_x, sums_w, scale_y)]
-    epilogue = Epilogue(*values, relu)
+    epilogue = epilogue.prepared(w)
     if x.device.type == "cpu":
         return _gemm_int8_cpu.compute(rows(x), rows(w), epilogue, out_dtype, k > longest)
 
@@ -122,7 +115,7 @@ def gemm_int8(
         _gemm_int8_simt.launch_gemm(x, ldx, w, ldw, y, epilogue, wide=k > longest)
     else:
         _TIERS[chosen].launch_gemm(x, ldx, w, ldw, y, epilogue)
-        if tier is None and all(a is b for a, b in zip(given, (x, w, *values), strict=True)):
+        if tier is None and all(a is b for a, b in zip(given, (x, w, *epilogue[:-1]), strict=True)):
             if len(_routes) >= 4096:
                 _routes.clear()
             _routes[_key(given, out_dtype)] = _TIERS[chosen], ldx, ldw
@@ -169,26 +162,6 @@ def _repeat(arrays: tuple, relu: bool, out_dtype: torch.dtype) -> torch.Tensor |
     y = torch.empty((x.shape[0], w.shape[0]), dtype=out_dtype, device=x.device)  # PyTorch aligns it by 512 bytes
     module.launch_gemm(x, ldx, w, ldw, y, Epilogue(*values, relu))
     return y
-
-
-def _check_scales(out_dtype, m, n, scale_x, scale_w, bias, zero_x, sums_w, scale_y) -> None:
-    """Raise unless each has its dtype and shape, and a meaning with this output."""
-    for name, value, size in (("scale_x", scale_x, m), ("scale_w", scale_w, n), ("bias", bias, n)):
-        if value is None:
-            continue
-        if out_dtype in _BARE:
-            raise ValueError(f"{name} has no meaning with out_dtype {out_dtype}, which is the bare accumulator")
-        one = name != "bias" and isinstance(value, torch.Tensor) and value.numel() == 1
-        check_tensor(name, value, (torch.float32,), (1 if one else size,))
-    if zero_x is not None:
-        one = isinstance(zero_x, torch.Tensor) and zero_x.numel() == 1
-        check_tensor("zero_x", zero_x, (torch.int32,), (1 if one else m,))
-    if sums_w is not None:
-        check_tensor("sums_w", sums_w, (torch.int32,), (n,))
-    if (scale_y is None) == (out_dtype in _QUANTIZED):
-        raise ValueError(f"scale_y is needed for out_dtype int8 and uint8, and for no other; out_dtype is {out_dtype}")
-    if scale_y is not None:
-        check_tensor("scale_y", scale_y, (torch.float32,), (1,))
 
 
 def _operands(*operands: torch.Tensor, align: bool) -> list[tuple[torch.Tensor, int]]:

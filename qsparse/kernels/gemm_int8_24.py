@@ -5,9 +5,9 @@ from __future__ import annotations
 import torch
 
 from qsparse.kernels import _gemm_24_sm80, _gemm_24_sm90, _gemm_24_tiers, _two_four
-from qsparse.kernels._face import check_same_device, check_tensor, face, rows
-from qsparse.kernels._gemm_int8_epilogue import OUT_DTYPES, Epilogue
-from qsparse.kernels.gemm_int8 import _check_scales, gemm_int8, longest_int32
+from qsparse.kernels._face import check_same_device, check_tensor, face
+from qsparse.kernels._gemm_int8_epilogue import Epilogue
+from qsparse.kernels.gemm_int8 import gemm_int8, longest_int32
 
 SOURCES = {
     _two_four.INT8_SOURCE: _two_four.INT8_INSTANCES,
@@ -56,7 +56,7 @@ def gemm_int8_24(
     sums_w : (N,) int32, optional
         ``values.sum(1)``, which ``zero_x`` needs: computed on each call where it is left out.
     scale_y : (1,) float32
-        For an 8-bit ``out_dtype`` alone, as in :func:`gemm_int8`.
+        For an 8-bit ``out_dtype`` alone.
     tier : str, optional
         "simt", "sm80" or "sm90": take no other, for tests and measurements.
 
@@ -74,23 +74,17 @@ def gemm_int8_24(
         return _operator(x, values, metadata, scale_x, scale_w, bias, relu, out_dtype, zero_x, sums_w, scale_y)
     check_tensor("x", x, (torch.int8, torch.uint8), (None, None))
     n = _two_four.check(x, values, metadata, (torch.int8,))
-    if out_dtype not in OUT_DTYPES:
-        raise TypeError(f"out_dtype must be one of {', '.join(map(str, OUT_DTYPES))}, got {out_dtype}")
+    check_same_device(x, values=values, metadata=metadata)
+    epilogue = Epilogue(scale_x, scale_w, bias, zero_x, sums_w, scale_y, relu)
+    epilogue.check(x, n, out_dtype)
     m, k = x.shape
-    _check_scales(out_dtype, m, n, scale_x, scale_w, bias, zero_x, sums_w, scale_y)
-    check_same_device(x, values=values, metadata=metadata, scale_x=scale_x, scale_w=scale_w, bias=bias)
-    check_same_device(x, zero_x=zero_x, sums_w=sums_w, scale_y=scale_y)
     best = gemm_int8_24.tier(x.device) if k <= longest_int32(x.dtype, zero_x is not None) else "simt"
     chosen = _gemm_24_tiers.pick(tier, best, x, n, out_dtype)
     if chosen is None:
         more = {"out_dtype": out_dtype, "zero_x": zero_x, "sums_w": sums_w, "scale_y": scale_y}
         return gemm_int8(x, _two_four.expand(values, metadata, k), scale_x, scale_w, bias, relu=relu, **more)
-    if zero_x is not None and sums_w is None:
-        sums_w = values.sum(1, dtype=torch.int32)
-    scaling = scale_x, scale_w, bias, zero_x, sums_w, scale_y
-    epilogue = Epilogue(*(None if each is None else rows(each) for each in scaling))._replace(relu=relu)
     y = torch.empty((m, n), dtype=out_dtype, device=x.device)
-    chosen.launch_gemm(x, values, metadata, y, epilogue)
+    chosen.launch_gemm(x, values, metadata, y, epilogue.prepared(values))
     return y
 
 
