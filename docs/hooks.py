@@ -1,7 +1,8 @@
-"""What MkDocs adds to the pages of this folder: the commands' help, and the experiments with their figures."""
+"""What MkDocs adds to the pages of this folder: the README, the commands' help, the experiments with their figures."""
 
 from __future__ import annotations
 
+import os
 import re
 from pathlib import Path
 from typing import Any
@@ -20,32 +21,53 @@ def on_files(files: Files, config: Any) -> Files:
     """Each experiment's answer is a page, and its figures lie beside it."""
     for directory in EXPERIMENTS:
         place = f"experiments/{directory.name}"
-        files.append(File.generated(config, f"{place}/README.md", content=answer(directory)))
+        files.append(File.generated(config, f"{place}/README.md", content=turned(directory / "README.md", place)))
         for figure in directory.glob("*.png"):
             files.append(File.generated(config, f"{place}/{figure.name}", abs_src_path=str(figure)))
     return files
 
 
-def answer(directory: Path) -> str:
-    """An experiment's README without the links that lead out of it, into the checkout: their places stay readable."""
-    text = (directory / "README.md").read_text()
+def turned(source: Path, folder: str = "") -> str:
+    """A file of the checkout as a page in this folder of the manual: links lead to the manual's pages.
+
+    A link to what is no page, such as a source, is left as its words and its place.
+    """
 
     def link(match: re.Match[str]) -> str:
-        words, target = match["words"], match["target"]
-        if "://" in target or target.startswith("#") or (target.endswith(".png") and (directory / target).exists()):
+        words, (target, mark, anchor) = match["words"], match["target"].partition("#")
+        if "://" in target or not target:
             return match[0]
-        place = (directory / target).resolve().relative_to(ROOT)
-        return f"{words} (`{place}`)"
+        place = (source.parent / target).resolve().relative_to(ROOT)
+        if (page := page_of(place)) is None:
+            return f"{words[1:-1]} (`{place}`)"
+        return f"{words}({os.path.relpath(page, folder or '.')}{mark}{anchor})"
 
-    return re.sub(r"(?<!!)\[(?P<words>[^\]]*)\]\((?P<target>[^)\s]+)\)", link, text)
+    return re.sub(r"(?P<words>!?\[[^\]]*\])\((?P<target>[^)\s]+)\)", link, source.read_text())
+
+
+def page_of(place: Path) -> Path | None:
+    """Where a place of the checkout stands in the manual."""
+    if place.parts[0] == "docs":
+        return place.relative_to("docs")
+    if ROOT / place in EXPERIMENTS:
+        return place / "README.md"
+    if place.parts[0] == "experiments" and (place.name == "README.md" or place.suffix == ".png"):
+        return place
+    return {"CONTRIBUTING.md": Path("contributing.md"), "CHANGELOG.md": Path("changelog.md")}.get(str(place))
 
 
 def on_page_markdown(markdown: str, **_: Any) -> str:
     """Fill in what stands in the code."""
-    for place, text in (("commands", commands), ("experiments", experiments), ("kernels", faces), ("layers", layers)):
+    texts = {"readme": readme, "commands": commands, "experiments": experiments, "kernels": faces, "layers": layers}
+    for place, text in texts.items():
         if f"<!-- {place} -->" in markdown:
             markdown = markdown.replace(f"<!-- {place} -->", text())
     return markdown
+
+
+def readme() -> str:
+    """The front page."""
+    return turned(ROOT / "README.md")
 
 
 def experiments() -> str:

@@ -123,6 +123,14 @@ def test_the_prose_names_commands_and_options_that_are_there(page):
         assert {word for word in words if word.startswith("--")} <= options, text
 
 
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_a_place_of_the_checkout_that_is_named_is_there(page):
+    places = [text for text in spans(page) if re.match(r"(cuda|docs|experiments|qsparse|tests)/", text)]
+    example = "scale_rows"  # the operation by which CONTRIBUTING.md shows which files belong to one
+    assert [place for place in places if example not in place and not (ROOT / place).exists()] == []
+    assert page.name != "CONTRIBUTING.md" or len(places) > 10
+
+
 @pytest.mark.parametrize("page", ["quantizer", "kernel"])
 def test_a_how_to_is_short(page):
     (code,) = (one.text for one in blocks(ROOT / "docs" / "how-to" / f"{page}.md") if one.language == "python")
@@ -142,6 +150,9 @@ def test_the_manual_builds(tmp_path, monkeypatch):
     command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "--site-dir", str(tmp_path)]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
+    front = (tmp_path / "index.html").read_text()  # the README, whose links lead to pages of the manual
+    for link in ("how-to/quantize.html", "experiments/08_pareto/index.html", "contributing.html#where-things-are"):
+        assert f'href="{link}"' in front
     assert "qsparse sweep" in (tmp_path / "reference" / "commands.html").read_text()
     for page, names in (("kernels", kernels.FACES), ("nn", [name for name in nn.__all__ if name[0].isupper()])):
         text = (tmp_path / "reference" / f"{page}.html").read_text()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import re
 import shlex
 import tomllib
@@ -13,8 +12,6 @@ import typer
 from typer.testing import CliRunner
 
 from qsparse import cli, measure, variants
-from qsparse.train.config import TrainConfig
-from qsparse.train.run import train
 
 ROOT = Path(__file__).parents[1]
 TEXT = (ROOT / "README.md").read_text()
@@ -33,19 +30,7 @@ def in_pytest(code: str):
     return pytest.param(code, marks=pytest.mark.gpu if "needs a GPU" in code else ())
 
 
-@pytest.fixture
-def runs_1(tmp_path, monkeypatch):
-    """The current directory holds runs/1 and its int8 variant, as `make demo` leaves them there but less trained."""
-    monkeypatch.chdir(tmp_path)
-    hurried = functools.partial(measure.measure, budget_s=0.002, batches=(1,))
-    monkeypatch.setattr(variants, "measure", hurried)
-    monkeypatch.setattr(measure, "measure", hurried)
-    train(TrainConfig(data="mnist-5k", device="cpu", epochs=1))
-    variants.quantize_run(None, "int8", device="cpu")
-
-
 @pytest.mark.parametrize("code", [in_pytest(code) for code in PYTHON])
-@pytest.mark.usefixtures("runs_1")
 def test_python_runs(code):
     exec(compile(code, "README.md", "exec"), {})
 
@@ -99,10 +84,10 @@ def test_make_targets_and_extras_exist():
     targets = set(re.findall(r"^(\w[\w-]*):", (ROOT / "Makefile").read_text(), re.MULTILINE))
     extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
     assert {"demo", "test"} <= set(re.findall(r"`make ([\w-]+)`", TEXT)) <= targets
-    assert {"cuda", "cuda12"} <= set(re.findall(r"pip install '\.\[(\w+)\]'", TEXT)) <= extras.keys()
+    assert {"cuda"} <= set(re.findall(r"pip install '\.\[(\w+)\]'", TEXT)) <= extras.keys()
 
 
 def test_something_is_tested():
-    assert len(PYTHON) > 1
-    assert len(PLACES) > 10
-    assert LINKS
+    assert PYTHON
+    assert PLACES
+    assert len(LINKS) > 10
