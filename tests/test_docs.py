@@ -123,6 +123,26 @@ def test_the_prose_names_commands_and_options_that_are_there(page):
         assert {word for word in words if word.startswith("--")} <= options, text
 
 
+@pytest.mark.parametrize("page", sorted(ROOT.glob("experiments/*/README.md")), ids=lambda page: page.parent.name)
+def test_what_an_experiment_says_to_run_is_there(page):
+    """These take long: their commands are parsed, not run."""
+    text = page.read_text().replace("\\\n", " ")
+    fenced = "".join(re.findall(r"^```sh\n(.*?)^```$", text, re.MULTILINE | re.DOTALL))
+    lines = re.findall(r"^ {4}(\S.*)$", text, re.MULTILINE) + fenced.splitlines()
+    lines += [span for span in spans(page) if span.startswith(("python ", "qsparse "))]
+    assert lines
+    for line in lines:
+        program, *words = shlex.split(line, comments=True)
+        if program == "python":
+            assert (ROOT / words[0]).is_file(), line
+            continue
+        assert program == "qsparse", line
+        command = typer.main.get_command(cli.app)
+        while words and words[0] in getattr(command, "commands", ()):
+            command = command.commands[words.pop(0)]
+        command.make_context(line, words)
+
+
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 def test_a_place_of_the_checkout_that_is_named_is_there(page):
     places = [text for text in spans(page) if re.match(r"(cuda|docs|experiments|qsparse|tests)/", text)]
