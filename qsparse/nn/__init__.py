@@ -2,8 +2,8 @@
 
 Every layer has ``in_features``, ``out_features``, ``activation`` (None or "relu"), ``describe()`` (what
 ``from_description`` needs to make an empty one) and ``cpu_kernel()`` (what a result row shows on a CPU).
-Sparse ones have ``format`` and ``nnz``, the number of weights that stay (which formats of fixed places count: on a
-GPU that waits).
+Sparse ones have ``format``, ``entries()``, and ``nnz``, the number of weights that stay (which formats of fixed places
+count: on a GPU that waits).
 """
 
 from qsparse.nn.bitmap_linear import BitmapLinear

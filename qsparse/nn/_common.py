@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Self
+
 import torch
 
 DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in (torch.float32, torch.float16, torch.bfloat16)}
@@ -18,3 +20,67 @@ def by_rows(x: torch.Tensor, function) -> torch.Tensor:
         return function(x)
     y = function(x.reshape(x.shape[:-1].numel(), x.shape[-1]))  # -1 would be ambiguous in an empty batch
     return y.reshape(*x.shape[:-1], y.shape[-1])
+
+
+def describe(layer: torch.nn.Module, dtype: torch.dtype | None = None) -> dict:
+    """What every layer says of itself, and the dtype of its numbers where it may be another."""
+    common = {
+        "kind": type(layer).__name__,
+        "in_features": layer.in_features,
+        "out_features": layer.out_features,
+        "bias": layer.bias is not None,
+        "activation": layer.activation,
+    }
+    return common if dtype is None else {**common, "dtype": str(dtype).removeprefix("torch.")}
+
+
+def options_of(description: dict) -> dict:
+    """The arguments of a layer's constructor of what it said of itself, but for its kind."""
+    return description | ({"dtype": DTYPES[description["dtype"]]} if "dtype" in description else {})
+
+
+class InferenceLinear(torch.nn.Module):
+    """A layer of ``buffers`` and a bias, empty at first; a subclass has ``_rows``, its product for ``x (M, K)``."""
+
+    bias: torch.Tensor | None
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        bias: bool,
+        activation: str | None,
+        dtype: torch.dtype,
+        **buffers: torch.Tensor,
+    ):
+        check_activation(activation)
+        super().__init__()
+        self.in_features, self.out_features, self.activation = in_features, out_features, activation
+        for name, buffer in buffers.items():
+            self.register_buffer(name, buffer)
+        self.register_buffer("bias", torch.zeros(out_features, dtype=dtype) if bias else None)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return by_rows(x, self._rows)
+
+    def describe(self) -> dict:
+        return describe(self)
+
+    @classmethod
+    def from_description(cls, options: dict) -> Self:
+        return cls(**options_of(options))
+
+
+class SparseStorage(InferenceLinear):
+    """A layer that stores some of its weights, in arrays that ``check`` looks through whenever they are set."""
+
+    def __init__(self, *options, **buffers: torch.Tensor):
+        super().__init__(*options, **buffers)
+        self.register_load_state_dict_post_hook(lambda layer, _: layer.check())
+
+    def _holding(self, **arrays: torch.Tensor | None) -> Self:
+        """This layer with these very arrays, checked."""
+        for name, array in arrays.items():
+            setattr(self, name, array)
+        self.check()
+        return self

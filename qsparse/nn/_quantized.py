@@ -1,4 +1,4 @@
-"""What the quantized layers share: buffers, description, and batches of any shape. Each adds its own arithmetic."""
+"""What the layers of quantized weights share. Each adds its own arithmetic."""
 
 from __future__ import annotations
 
@@ -6,44 +6,24 @@ from typing import Self
 
 import torch
 
-from qsparse.nn._common import by_rows, check_activation
+from qsparse.nn._common import InferenceLinear
 
 
-class QuantizedLinear(torch.nn.Module):
-    """A layer for inference whose weights are stored quantized; a subclass has ``_rows``, its product for ``x (M, K)``.
+class QuantizedLinear(InferenceLinear):
+    """A layer whose weights are stored quantized.
 
     Empty, it holds zeros ``weight (N, K)`` of dtype ``stored``, ones ``weight_scale (N,)`` float32, and ``bias (N,)``.
     """
 
     weight: torch.Tensor
     weight_scale: torch.Tensor
-    bias: torch.Tensor | None
 
     def __init__(
         self, in_features: int, out_features: int, bias: bool, activation: str | None, stored, dtype=torch.float32
     ):
-        check_activation(activation)
-        super().__init__()
-        self.in_features, self.out_features, self.activation = in_features, out_features, activation
-        self.register_buffer("weight", torch.zeros(out_features, in_features, dtype=stored))
-        self.register_buffer("weight_scale", torch.ones(out_features))
-        self.register_buffer("bias", torch.zeros(out_features, dtype=dtype) if bias else None)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return by_rows(x, self._rows)
-
-    def describe(self) -> dict:
-        return {
-            "kind": type(self).__name__,
-            "in_features": self.in_features,
-            "out_features": self.out_features,
-            "bias": self.bias is not None,
-            "activation": self.activation,
-        }
-
-    @classmethod
-    def from_description(cls, options: dict) -> Self:
-        return cls(**options)
+        weight = torch.zeros(out_features, in_features, dtype=stored)
+        buffers = {"weight": weight, "weight_scale": torch.ones(out_features)}
+        super().__init__(in_features, out_features, bias, activation, dtype, **buffers)
 
 
 class QuantizedInputLinear(QuantizedLinear):

@@ -6,10 +6,10 @@ import torch
 
 from qsparse import kernels
 from qsparse.kernels import _bitmap_tiles
-from qsparse.nn._common import DTYPES, by_rows, check_activation
+from qsparse.nn._common import SparseStorage, describe
 
 
-class BitmapLinear(torch.nn.Module):
+class BitmapLinear(SparseStorage):
     """``y = act(x @ W.T + bias)`` with ``W (out_features, in_features)`` in bitmap tiles, for inference.
 
     ``values``, ``masks`` and ``offsets`` are as ``kernels.spmm_bitmap`` takes them: float16, bfloat16 or float32,
@@ -23,7 +23,6 @@ class BitmapLinear(torch.nn.Module):
     values: torch.Tensor
     masks: torch.Tensor
     offsets: torch.Tensor
-    bias: torch.Tensor | None
 
     def __init__(
         self,
@@ -36,25 +35,21 @@ class BitmapLinear(torch.nn.Module):
         dtype=torch.float16,
     ) -> None:
         """``values``: how many are stored, the padding of the tiles among them."""
-        check_activation(activation)
-        super().__init__()
-        self.in_features, self.out_features, self.activation = in_features, out_features, activation
         tall, wide = _bitmap_tiles.grid((out_features, in_features))
-        self.register_buffer("values", torch.zeros(values, dtype=dtype))
-        self.register_buffer("masks", torch.zeros(tall * wide, _bitmap_tiles.WORDS, dtype=torch.int32))
-        self.register_buffer("offsets", torch.zeros(tall * wide + 1, dtype=torch.int32))
-        self.register_buffer("bias", torch.zeros(out_features, dtype=dtype) if bias else None)
-        self.register_load_state_dict_post_hook(lambda layer, _: layer.check())
+        buffers = {
+            "values": torch.zeros(values, dtype=dtype),
+            "masks": torch.zeros(tall * wide, _bitmap_tiles.WORDS, dtype=torch.int32),
+            "offsets": torch.zeros(tall * wide + 1, dtype=torch.int32),
+        }
+        super().__init__(in_features, out_features, bias, activation, dtype, **buffers)
 
     @classmethod
     def from_tiles(cls, values, masks, offsets, *, shape, bias=None, activation=None) -> BitmapLinear:
         """From the arguments of ``kernels.spmm_bitmap``, which are kept, not copied; ValueError if bad."""
         n, k = shape
         layer = cls(k, n, values.numel(), bias is not None, activation, dtype=values.dtype)
-        layer.values, layer.masks, layer.offsets = values, masks, offsets
-        layer.bias = None if bias is None else bias.detach().to(values.dtype)
-        layer.check()
-        return layer
+        bias = None if bias is None else bias.detach().to(values.dtype)
+        return layer._holding(values=values, masks=masks, offsets=offsets, bias=bias)
 
     @property
     def _shape(self) -> tuple[int, int]:
@@ -79,9 +74,6 @@ class BitmapLinear(torch.nn.Module):
         dense = _bitmap_tiles.unpack(self.values, self.masks, self.offsets, self._shape)
         return dense[kept].float(), kept.nonzero()[:, 1]
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return by_rows(x, self._rows)
-
     def _rows(self, x: torch.Tensor) -> torch.Tensor:
         stored = self.values, self.masks, self.offsets, self.bias
         return kernels.spmm_bitmap(x, *stored, shape=self._shape, relu=self.activation == "relu", check=False)
@@ -90,16 +82,4 @@ class BitmapLinear(torch.nn.Module):
         return "spmm_bitmap:cpu"
 
     def describe(self) -> dict:
-        return {
-            "kind": "BitmapLinear",
-            "in_features": self.in_features,
-            "out_features": self.out_features,
-            "values": self.values.numel(),
-            "bias": self.bias is not None,
-            "activation": self.activation,
-            "dtype": str(self.values.dtype).removeprefix("torch."),
-        }
-
-    @classmethod
-    def from_description(cls, options: dict) -> BitmapLinear:
-        return cls(**{**options, "dtype": DTYPES[options["dtype"]]})
+        return {**describe(self, self.values.dtype), "values": self.values.numel()}

@@ -6,7 +6,7 @@ import torch
 from torch.nn import functional
 
 from qsparse import kernels
-from qsparse.nn._common import DTYPES, by_rows, check_activation
+from qsparse.nn._common import by_rows, check_activation, describe, options_of
 
 
 class Linear(torch.nn.Linear):
@@ -37,18 +37,11 @@ class Linear(torch.nn.Linear):
         return "gemm:cpu"
 
     def describe(self) -> dict:
-        return {
-            "kind": "Linear",
-            "in_features": self.in_features,
-            "out_features": self.out_features,
-            "bias": self.bias is not None,
-            "activation": self.activation,
-            "dtype": str(self.weight.dtype).removeprefix("torch."),
-        }
+        return describe(self, self.weight.dtype)
 
     @classmethod
     def from_description(cls, options: dict) -> Linear:
-        return cls(**{**options, "dtype": DTYPES[options["dtype"]]})
+        return cls(**options_of(options))
 
 
 class _LinearFunction(torch.autograd.Function):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from qsparse import kernels
-from qsparse.nn._common import by_rows
+from qsparse.nn._common import by_rows, describe
 from qsparse.nn.sparse_linear import SparseLinear
 
 _UINT16 = 2**16
@@ -41,11 +41,9 @@ class QuantSparseLinear(SparseLinear):
         """From int8 ``values`` in CSR with scales (N,); ValueError for a bad index."""
         n, k = shape
         layer = cls(k, n, values.numel(), bias is not None, activation)
-        layer.values, layer.row_offsets, layer.weight_scale = values, row_offsets, weight_scale
-        layer.col_indices = col_indices.to(_index_dtype(k))
-        layer.bias = None if bias is None else bias.detach().float().clone()
-        layer.check()
-        return layer
+        arrays = {"values": values, "col_indices": col_indices.to(_index_dtype(k)), "row_offsets": row_offsets}
+        bias = None if bias is None else bias.detach().float().clone()
+        return layer._holding(**arrays, weight_scale=weight_scale, bias=bias)
 
     @property
     def activations(self) -> str:
@@ -55,6 +53,9 @@ class QuantSparseLinear(SparseLinear):
         """Raise ValueError unless every index lies inside W."""
         self._pattern = None
         kernels.spmm_csr.plan(self.col_indices, self.row_offsets, shape=(self.out_features, self.in_features))
+
+    def _reals(self) -> torch.Tensor:
+        return self.values.float() * self.weight_scale.repeat_interleave(self.row_offsets.diff())
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return by_rows(x, self._rows)
@@ -77,18 +78,7 @@ class QuantSparseLinear(SparseLinear):
         return "spmm_csr:cpu (int8 as float32)"
 
     def describe(self) -> dict:
-        return {
-            "kind": "QuantSparseLinear",
-            "in_features": self.in_features,
-            "out_features": self.out_features,
-            "nnz": self.nnz,
-            "bias": self.bias is not None,
-            "activation": self.activation,
-        }
-
-    @classmethod
-    def from_description(cls, options: dict) -> QuantSparseLinear:
-        return cls(**options)
+        return {**describe(self), "nnz": self.nnz}
 
 
 def _index_dtype(in_features: int) -> torch.dtype:

@@ -6,6 +6,7 @@ import torch
 
 from qsparse import kernels
 from qsparse.kernels import _two_four
+from qsparse.nn._common import describe
 from qsparse.nn.two_four_linear import TwoFourLinear
 
 _FEW = 16
@@ -33,10 +34,8 @@ class QuantTwoFourLinear(TwoFourLinear):
         """From int8 ``values`` with scales (N,); ValueError for bad metadata."""
         n, k = shape
         layer = cls(k, n, bias is not None, activation)
-        layer.values, layer.metadata, layer.weight_scale = values, metadata, weight_scale
-        layer.bias = None if bias is None else bias.detach().float().clone()
-        layer.check()
-        return layer
+        bias = None if bias is None else bias.detach().float().clone()
+        return layer._holding(values=values, metadata=metadata, weight_scale=weight_scale, bias=bias)
 
     @property
     def activations(self) -> str:
@@ -57,10 +56,4 @@ class QuantTwoFourLinear(TwoFourLinear):
         return "gemm_int8_24:cpu"
 
     def describe(self) -> dict:
-        description = super().describe()
-        del description["dtype"]
-        return {**description, "kind": "QuantTwoFourLinear"}
-
-    @classmethod
-    def from_description(cls, options: dict) -> QuantTwoFourLinear:
-        return cls(**options)
+        return describe(self)

@@ -5,13 +5,13 @@ from __future__ import annotations
 import torch
 
 from qsparse import kernels
-from qsparse.nn._common import DTYPES, by_rows, check_activation
+from qsparse.nn._common import SparseStorage, by_rows, describe
 from qsparse.nn._sparse_pattern import Pattern
 
 _INDEX_NAMES = {"csr": ("col_indices", "row_offsets"), "coo": ("rows", "cols")}
 
 
-class SparseLinear(torch.nn.Module):
+class SparseLinear(SparseStorage):
     """``y = act(x @ W.T + bias)`` with ``W (out_features, in_features)`` sparse; its pattern is fixed.
 
     Buffers are named as ``kernels.spmm_csr`` and ``kernels.spmm_coo`` name their arguments: ``values`` and
@@ -27,7 +27,6 @@ class SparseLinear(torch.nn.Module):
     row_offsets: torch.Tensor
     rows: torch.Tensor
     cols: torch.Tensor
-    bias: torch.Tensor | None
 
     def __init__(
         self,
@@ -40,18 +39,13 @@ class SparseLinear(torch.nn.Module):
         *,
         dtype=torch.float32,
     ):
-        check_activation(activation)
         if format not in _INDEX_NAMES:
             raise ValueError(f"format must be one of {', '.join(_INDEX_NAMES)}, got {format!r}")
-        super().__init__()
-        self.in_features, self.out_features = in_features, out_features
-        self.format, self.activation = format, activation
-        self.register_buffer("values", torch.zeros(nnz, dtype=dtype))
+        buffers = {"values": torch.zeros(nnz, dtype=dtype)}
         for name in _INDEX_NAMES[format]:
-            size = out_features + 1 if name == "row_offsets" else nnz
-            self.register_buffer(name, torch.zeros(size, dtype=torch.int32))
-        self.register_buffer("bias", torch.zeros(out_features, dtype=dtype) if bias else None)
-        self.register_load_state_dict_post_hook(lambda layer, _: layer.check())
+            buffers[name] = torch.zeros(out_features + 1 if name == "row_offsets" else nnz, dtype=torch.int32)
+        super().__init__(in_features, out_features, bias, activation, dtype, **buffers)
+        self.format = format
         self._pattern: Pattern | None = None  # of the indices that were checked last
 
     @classmethod
@@ -69,12 +63,7 @@ class SparseLinear(torch.nn.Module):
     def _from(cls, format, shape, bias, activation, values, indices) -> SparseLinear:
         n, k = shape
         layer = cls(k, n, values.numel(), format, bias is not None, activation, dtype=values.dtype)
-        layer.values = values
-        for name, array in zip(_INDEX_NAMES[format], indices, strict=True):
-            setattr(layer, name, array)
-        layer.bias = bias
-        layer.check()
-        return layer
+        return layer._holding(values=values, bias=bias, **dict(zip(_INDEX_NAMES[format], indices, strict=True)))
 
     def check(self) -> None:
         """Raise ValueError unless every index lies inside W (and COO rows ascend)."""
@@ -88,6 +77,13 @@ class SparseLinear(torch.nn.Module):
     @property
     def nnz(self) -> int:
         return self.values.numel()
+
+    def entries(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """The numbers that are stored, float32 (nnz,), and the column of each."""
+        return self._reals(), self.col_indices if self.format == "csr" else self.cols
+
+    def _reals(self) -> torch.Tensor:
+        return self.values.detach().float()
 
     def make_trainable(self) -> SparseLinear:
         """Make ``values`` and ``bias`` parameters, in place; returns the layer."""
@@ -135,20 +131,7 @@ class SparseLinear(torch.nn.Module):
         return f"spmm_{self.format}:cpu"
 
     def describe(self) -> dict:
-        return {
-            "kind": "SparseLinear",
-            "in_features": self.in_features,
-            "out_features": self.out_features,
-            "nnz": self.nnz,
-            "format": self.format,
-            "bias": self.bias is not None,
-            "activation": self.activation,
-            "dtype": str(self.values.dtype).removeprefix("torch."),
-        }
-
-    @classmethod
-    def from_description(cls, options: dict) -> SparseLinear:
-        return cls(**{**options, "dtype": DTYPES[options["dtype"]]})
+        return {**describe(self, self.values.dtype), "nnz": self.nnz, "format": self.format}
 
 
 class _SparseFunction(torch.autograd.Function):

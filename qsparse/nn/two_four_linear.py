@@ -6,13 +6,13 @@ import torch
 
 from qsparse import kernels
 from qsparse.kernels import _two_four
-from qsparse.nn._common import DTYPES, by_rows, check_activation
+from qsparse.nn._common import SparseStorage, describe
 
 _FIRST_TWO = 0x44
 """Metadata of two groups that keep their columns 0 and 1."""
 
 
-class TwoFourLinear(torch.nn.Module):
+class TwoFourLinear(SparseStorage):
     """``y = act(x @ W.T + bias)`` with ``W (out_features, in_features)`` in 2:4 storage, for inference.
 
     ``values (N, Kp / 2)`` float16, bfloat16 or float32 and ``metadata (N, Kp / 8)`` uint8 are as ``kernels.gemm_24``
@@ -25,7 +25,6 @@ class TwoFourLinear(torch.nn.Module):
 
     values: torch.Tensor
     metadata: torch.Tensor
-    bias: torch.Tensor | None
 
     def __init__(
         self,
@@ -36,24 +35,18 @@ class TwoFourLinear(torch.nn.Module):
         *,
         dtype=torch.float16,
     ) -> None:
-        check_activation(activation)
-        super().__init__()
-        self.in_features, self.out_features, self.activation = in_features, out_features, activation
         width = _two_four.padded(in_features)
-        self.register_buffer("values", torch.zeros(out_features, width // 2, dtype=dtype))
-        self.register_buffer("metadata", torch.full((out_features, width // 8), _FIRST_TWO, dtype=torch.uint8))
-        self.register_buffer("bias", torch.zeros(out_features, dtype=dtype) if bias else None)
-        self.register_load_state_dict_post_hook(lambda layer, _: layer.check())
+        values = torch.zeros(out_features, width // 2, dtype=dtype)
+        metadata = torch.full((out_features, width // 8), _FIRST_TWO, dtype=torch.uint8)
+        super().__init__(in_features, out_features, bias, activation, dtype, values=values, metadata=metadata)
 
     @classmethod
     def from_24(cls, values, metadata, *, shape, bias=None, activation=None) -> TwoFourLinear:
         """From the arguments of ``kernels.gemm_24``, which are kept, not copied; ValueError for bad metadata."""
         n, k = shape
         layer = cls(k, n, bias is not None, activation, dtype=values.dtype)
-        layer.values, layer.metadata = values, metadata
-        layer.bias = None if bias is None else bias.detach().to(values.dtype)
-        layer.check()
-        return layer
+        bias = None if bias is None else bias.detach().to(values.dtype)
+        return layer._holding(values=values, metadata=metadata, bias=bias)
 
     def check(self) -> None:
         """Raise ValueError unless the two columns of each group ascend, and what lies beyond W is zero."""
@@ -82,9 +75,6 @@ class TwoFourLinear(torch.nn.Module):
     def _reals(self) -> torch.Tensor:
         return self.values.float()
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return by_rows(x, self._rows)
-
     def _rows(self, x: torch.Tensor) -> torch.Tensor:
         return kernels.gemm_24(x, self.values, self.metadata, self.bias, relu=self.activation == "relu")
 
@@ -92,15 +82,4 @@ class TwoFourLinear(torch.nn.Module):
         return "gemm_24:cpu"
 
     def describe(self) -> dict:
-        return {
-            "kind": "TwoFourLinear",
-            "in_features": self.in_features,
-            "out_features": self.out_features,
-            "bias": self.bias is not None,
-            "activation": self.activation,
-            "dtype": str(self.values.dtype).removeprefix("torch."),
-        }
-
-    @classmethod
-    def from_description(cls, options: dict) -> TwoFourLinear:
-        return cls(**{**options, "dtype": DTYPES[options["dtype"]]})
+        return describe(self, self.values.dtype)

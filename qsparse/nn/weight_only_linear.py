@@ -6,7 +6,7 @@ import torch
 
 from qsparse import kernels
 from qsparse.kernels.gemm_weight_only import pack_int4, spread_groups
-from qsparse.nn._common import DTYPES
+from qsparse.nn._common import describe
 from qsparse.nn._quantized import QuantizedLinear
 
 _SMALLEST_NORMAL = torch.finfo(torch.float32).tiny
@@ -76,12 +76,7 @@ class WeightOnlyLinear(QuantizedLinear):
         return "gemm_weight_only:cpu"
 
     def describe(self) -> dict:
-        dtype = str(self.dtype).removeprefix("torch.")
-        return {**super().describe(), "bits": self.bits, "group": self.group, "dtype": dtype}
-
-    @classmethod
-    def from_description(cls, options: dict) -> WeightOnlyLinear:
-        return cls(**{**options, "dtype": DTYPES[options["dtype"]]})
+        return {**describe(self, self.dtype), "bits": self.bits, "group": self.group}
 
 
 def _check(bits: int, group: int | None) -> None:

@@ -7,7 +7,7 @@ import io
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 from PIL import Image
@@ -24,7 +24,6 @@ from qsparse.nn import (
     Fp8Linear,
     Linear,
     QuantLinear,
-    QuantSparseLinear,
     SparseLinear,
     TwoFourLinear,
     WeightOnlyLinear,
@@ -124,8 +123,8 @@ def _answers(model: MLP, test: Split) -> Tensor:
 def _weights(name: str, layer: torch.nn.Module, dense: Linear) -> dict[str, Any]:
     """The histogram of a layer's weights over those of the dense model."""
     w = dense.weight.detach().float()
-    if (entries := _entries(layer)) is not None:
-        kept = entries[0]
+    if _is_sparse(layer):
+        kept, _ = layer.entries()
         share = kept.numel() / max(w.numel(), 1)
         note = f"the {kept.numel():,} of {w.numel():,} weights that stay ({share:.1%})"
         return _in_reals(name, w, {"stay": kept}, note)
@@ -138,16 +137,8 @@ def _weights(name: str, layer: torch.nn.Module, dense: Linear) -> dict[str, Any]
     return _in_reals(name, w, {}, f"stored by {type(layer).__name__}, which shows no grid")
 
 
-def _entries(layer: torch.nn.Module) -> tuple[Tensor, Tensor] | None:
-    """The numbers that a sparse layer stores, float32 (nnz,), and the column of each; None of a dense one."""
-    if isinstance(layer, TwoFourLinear | BitmapLinear):
-        return layer.entries()
-    if not isinstance(layer, SparseLinear):
-        return None
-    kept = layer.values.detach().float()
-    if isinstance(layer, QuantSparseLinear):
-        kept = kept * layer.weight_scale.repeat_interleave(layer.row_offsets.diff())
-    return kept, layer.col_indices if layer.format == "csr" else layer.cols
+def _is_sparse(layer: torch.nn.Module) -> TypeGuard[SparseLinear | TwoFourLinear | BitmapLinear]:
+    return isinstance(layer, SparseLinear | TwoFourLinear | BitmapLinear)
 
 
 def _grid(layer: torch.nn.Module) -> tuple[Tensor, Tensor, Tensor] | None:
@@ -212,10 +203,9 @@ def _masks(model: MLP) -> list[dict[str, Any]]:
     """A picture for each sparse layer that reads pixels: how many weights of each of them stay."""
     pictures = []
     for name, layer in model.layers().items():
-        entries = _entries(layer)
-        if entries is None or layer.in_features != SIDE * SIDE:
+        if not _is_sparse(layer) or layer.in_features != SIDE * SIDE:
             continue
-        kept = torch.bincount(entries[1].long(), minlength=SIDE * SIDE).reshape(SIDE, SIDE)
+        kept = torch.bincount(layer.entries()[1].long(), minlength=SIDE * SIDE).reshape(SIDE, SIDE)
         alive = int((kept > 0).sum())
         caption = (
             f"{name}: {alive} of {SIDE * SIDE} pixels keep a weight, at most {int(kept.max())} of {layer.out_features}"
