@@ -62,8 +62,13 @@ CASES: list[tuple[str, dict]] = [
        {"density": 0.3, "pruner": pruner, "distribution": distribution, "correct_bias": True})
       for pruner in ("magnitude", "wanda", "sparsegpt")
       for distribution in ("uniform", "erk", "global")),
-    *((f"{pruner}, biases corrected", {"pattern": "2:4", "pruner": pruner, "correct_bias": True})
+    *((f"{pruner}, biases corrected", {"pattern": pattern, "pruner": pruner, "correct_bias": True})
+      for pattern in ("2:4", "1:4")
       for pruner in ("magnitude", "wanda", "sparsegpt")),
+    *((f"{pruner}, global{more}", {"density": density, "pruner": pruner, "distribution": "global", **options})
+      for density in (0.2, 0.05)
+      for pruner in ("magnitude", "wanda", "sparsegpt")
+      for more, options in (("", {}), (", biases corrected", {"correct_bias": True}))),
     *((f"sparsegpt, of {samples:,} images", {"pattern": "2:4", "pruner": "sparsegpt", "samples": samples})
       for samples in (8192, 32768)),
 ]  # fmt: skip
@@ -102,6 +107,8 @@ def table(rows: list[dict]) -> str:
         mean, half = mean_and_half(changes)
         share = statistics.mean(row["weight_ratio"] for row in found)
         each = " ".join(f"{change:+.2f}" for change in changes)
+        if found[0].get("correct_bias"):
+            label += f", kept in {sum(row['bias_corrected'] for row in found)} of {len(found)}"
         lines.append(f"| {density} | {label} | {mean:+.2f} | {half:.2f} | {each} | {100 * share:.1f} % |")
     return "\n".join(lines)
 

@@ -10,8 +10,9 @@ layer (erk) whatever ranks them. Of the first layer, over the training images th
     expected  sum of S_ij^2 of the pruned weights, S_ij = |W_ij| ||X_j||, over ||X D^T||^2: what Wanda's scores add up
               to, which is all that is lost if inputs are uncorrelated
 
-and takes the accuracy twice: as it is, and with the mean of what each output lost added to its bias. Rows go to
-wanda.jsonl beside this file, the table of their means into README.md.
+and takes the accuracy twice: as it is, and with biases that give each output the mean that it has in the dense network,
+as `--correct-bias` does (which keeps them only where the validation split gains). Rows go to wanda.jsonl beside this
+file, the table of their means into README.md.
 """
 
 from __future__ import annotations
@@ -27,9 +28,11 @@ from pathlib import Path
 import torch
 from run import README, mean_and_half, put
 from torch import Tensor
+from torch.nn import functional
 
 from qsparse import checkpoint, data
 from qsparse.models import MLP
+from qsparse.quant.bias_correction import corrected_bias
 from qsparse.sparse import layer_counts, prunable_weights
 from qsparse.sparse.magnitude import magnitude_scores
 from qsparse.sparse.masks import largest, largest_of_each_row
@@ -49,9 +52,10 @@ SCORES = {"magnitude": lambda w, x: magnitude_scores(w), "wanda": wanda_scores}
 def pruned(model: MLP, x: Tensor, scores: str, group: str, corrected: bool) -> tuple[MLP, dict[str, float]]:
     """`model` pruned layer by layer, each seeing what the pruned ones before it give, and what its first layer lost."""
     counts = layer_counts(prunable_weights(model), DENSITY, "erk")
-    result, measured = model.replace({}), {}
+    result, measured, exact = model.replace({}), {}, x
     for name, layer in result.layers().items():
-        w = layer.weight
+        dense = model.layers()[name]
+        w = dense.weight
         mask = GROUPS[group](SCORES[scores](w, x), counts[name])
         missing = x @ w.masked_fill(mask, 0.0).T
         if not measured:
@@ -61,10 +65,11 @@ def pruned(model: MLP, x: Tensor, scores: str, group: str, corrected: bool) -> t
                 "constant": float(len(x) * missing.mean(dim=0).square().sum() / energy),
                 "expected": float(wanda_scores(w, x).masked_fill(mask, 0.0).square().sum() / energy),
             }
-        w.masked_fill_(~mask, 0.0)
+        layer.weight.masked_fill_(~mask, 0.0)
         if corrected:
-            layer.bias += missing.mean(dim=0)
-        x = layer(x)
+            sums = (functional.linear(given, of.weight, of.bias) for given, of in ((exact, dense), (x, layer)))
+            layer.bias.copy_(corrected_bias(layer.bias, *sums))
+        x, exact = layer(x), dense(exact)
     return result, measured
 
 
