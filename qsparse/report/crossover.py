@@ -10,18 +10,19 @@ from typing import Any
 def crossovers(rows: Iterable[Mapping[str, Any]]) -> dict[str, float | None]:
     """Of each batch size, and of "bytes": the density below which a variant is faster, or smaller, than its baseline.
 
-    rows: of variants that differ by their density; the others (the baseline, libraries, dense variants) are passed
-    over. Between two measured densities the gains are taken as straight lines on a double logarithmic scale. 0 stands
+    rows: of variants that differ by their density; the others (the baseline, libraries) are passed over. Where `auto`
+    stored all layers densely nothing is gained, whatever the clock says. Between two measured densities the gains are taken as straight lines on a double logarithmic scale. 0 stands
     for never, None for a density above all measured ones.
     """
     gains: dict[str, dict[float, float]] = {}
     for row in rows:
         if row.get("density") is None:
             continue
-        for batch, speedup in (row.get("speedup") or {}).items():
-            gains.setdefault(batch, {})[row["density"]] = speedup
+        found = dict(row.get("speedup") or {})
         if row.get("weight_ratio"):
-            gains.setdefault("bytes", {})[row["density"]] = 1 / row["weight_ratio"]
+            found["bytes"] = 1 / row["weight_ratio"]
+        for what, gain in found.items():
+            gains.setdefault(what, {})[row["density"]] = 1.0 if row.get("format") == "dense" else gain
     return {what: _crossover(found) for what, found in gains.items()}
 
 

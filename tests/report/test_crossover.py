@@ -23,6 +23,11 @@ def test_the_densest_that_gains_counts():
     assert 0.2 < found["1"] < 0.4
 
 
+def test_what_auto_stored_densely_gains_nothing():
+    found = crossovers([row(0.9, 1.02, 0.99) | {"format": "dense"}, row(0.1, 4.0, 0.2) | {"format": "bitmap"}])
+    assert found == {what: pytest.approx(0.9) for what in ("1", "1024", "bytes")}
+
+
 def test_the_sentence():
     text = sentences({"1": 0.2, "1024": 0.0, "bytes": None})
     assert text == (
