@@ -11,8 +11,9 @@ def crossovers(rows: Iterable[Mapping[str, Any]]) -> dict[str, float | None]:
     """Of each batch size, and of "bytes": the density below which a variant is faster, or smaller, than its baseline.
 
     rows: of variants that differ by their density; the others (the baseline, libraries) are passed over. Where `auto`
-    stored all layers densely nothing is gained, whatever the clock says. Between two measured densities the gains are taken as straight lines on a double logarithmic scale. 0 stands
-    for never, None for a density above all measured ones.
+    stored all layers densely nothing is gained, whatever the clock says. Between two measured densities the gains are
+    taken as straight lines on a double logarithmic scale. 0 stands for never, None for a density above all measured
+    ones.
     """
     gains: dict[str, dict[float, float]] = {}
     for row in rows:
