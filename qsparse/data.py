@@ -122,18 +122,18 @@ def load(data: str = "auto", validation: int | None = None, say: Callable[[str],
     return Dataset(found.name, found.source, train, held_out, found.test)
 
 
-def as_dataset(given: object) -> Dataset:
-    """Return a `Dataset` as it is, or the one whose training images are `given`, and which has no others.
+def as_split(given: object) -> Split:
+    """Return a `Split` as it is, or the one of a pair of images (M, K) and labels (M,), tensors or NumPy arrays.
 
-    given: a pair of images (M, K), uint8 pixels or normalised floats, and labels (M,), whole numbers; tensors or NumPy
-    arrays. Raises TypeError and ValueError for anything else.
+    The images are uint8 pixels or normalised floats, the labels whole numbers. Raises TypeError and ValueError for
+    anything else.
     """
-    if isinstance(given, Dataset):
+    if isinstance(given, Split):
         return given
     arrays = (torch.Tensor, np.ndarray)
     if not (isinstance(given, tuple | list) and len(given) == 2 and all(isinstance(each, arrays) for each in given)):
         raise TypeError(
-            "data must be a Dataset, as qsparse.data.load() returns, or a pair of arrays (images, labels), not "
+            "images and labels must be a Split, as qsparse.data.load().test, or a pair of arrays, not "
             f"{type(given).__name__}"
         )
     images, labels = (
@@ -143,9 +143,25 @@ def as_dataset(given: object) -> Dataset:
         raise TypeError(f"images must be uint8 or floats and labels whole numbers, not {images.dtype}, {labels.dtype}")
     if images.ndim != 2 or labels.shape != images.shape[:1]:
         raise ValueError(f"images and labels must be (M, K) and (M,), not {tuple(images.shape)}, {tuple(labels.shape)}")
-    labels = labels.long()
-    none = Split(images[:0], labels[:0])
-    return Dataset("custom", "given", Split(images, labels), none, none)
+    return Split(images, labels.long())
+
+
+def as_dataset(given: object) -> Dataset:
+    """Return a `Dataset` as it is, or the one with a `Split`, or a pair of arrays, to train on, and no other images.
+
+    Raises as `as_split`.
+    """
+    if isinstance(given, Dataset):
+        return given
+    train = as_split(given)
+    none = Split(train.images[:0], train.labels[:0])
+    return Dataset("custom", "given", train, none, none)
+
+
+def check_dataset(given: object) -> None:
+    """Raise TypeError unless it is a `Dataset`: a training looks at each of the three splits."""
+    if not isinstance(given, Dataset):
+        raise TypeError(f"data must be a Dataset, as qsparse.data.load() returns, not {type(given).__name__}")
 
 
 def locate() -> Location:
@@ -188,6 +204,11 @@ def normalize(images: torch.Tensor, dtype: torch.dtype = torch.float32) -> torch
     # PyTorch divides by a number truly on a CPU and multiplies by its reciprocal on a GPU, and the last bit differs;
     # factors give every device the same pixels.
     return images.to(torch.float32).mul(1 / 255).sub_(MEAN).mul_(1 / STD).to(dtype)
+
+
+def as_inputs(images: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Return what a network sees of images: pixels, uint8, normalised; floats as they are; in `dtype`."""
+    return normalize(images, dtype) if images.dtype == torch.uint8 else images.to(dtype)
 
 
 @dataclass(frozen=True, eq=False)

@@ -11,13 +11,13 @@ import platform
 import subprocess
 import sys
 import warnings
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from qsparse.data import Split, normalize
+from qsparse.data import Split, as_inputs, as_split
 from qsparse.errors import UserError
 from qsparse.kernels import _load
 from qsparse.models import MLP
@@ -68,7 +68,8 @@ def measure(
 
     Args:
         models: variant name -> model; they are moved to `device` and set to evaluation.
-        test: the images and labels of the accuracy, and the first `batch` of them (repeated if fewer) of the latency.
+        test: the images and labels of the accuracy, a `Split` or a pair of arrays, and the first `batch` of them
+            (repeated if fewer) of the latency.
         baseline: the name in `models` that changes, agreement and speed-ups refer to.
         device: where everything runs. On "cpu" the time is wall-clock; on "cuda" it is device time of a CUDA-graph
             replay with the L2 cache flushed before it. Inputs are resident, normalised, in the model's input dtype.
@@ -100,7 +101,11 @@ def measure(
         UserError: outputs that are not finite, or that change with the batch size beyond rounding; the message names
             the variant. Such a model gets no row.
         ValueError: `baseline` or a name in `details` is not in `models`, or the test split is empty.
+        TypeError: `models` is no dict, `test` is no split.
     """
+    if not isinstance(models, Mapping):
+        raise TypeError(f"models must be a dict from a variant's name to its model, not {type(models).__name__}")
+    test = as_split(test)
     device, details, batches = torch.device(device), details or {}, tuple(batches)
     if baseline not in models or not details.keys() <= models.keys():
         raise ValueError(f"baseline {baseline!r} and details {list(details)} must be among the models {list(models)}")
@@ -114,7 +119,7 @@ def measure(
 
     with torch.inference_mode():
         images, labels = test.images.to(device), test.labels.to(device)
-        inputs = {dtype: normalize(images, dtype) for dtype in set(dtypes.values())}
+        inputs = {dtype: as_inputs(images, dtype) for dtype in set(dtypes.values())}
         logits = {}
         for name, module in list(modules.items()):
             try:

@@ -153,6 +153,29 @@ def test_what_a_model_is_and_its_bytes_to_the_byte(compress, expected):
     assert row["weight_ratio"] == expected["weight_bytes"] / 814_120
 
 
+def test_a_pair_of_arrays_is_a_split():
+    test, model = random_split(images=30), MLP((20, 12, 4))
+    floats = (test.images.float() / 255 - 0.1307) / 0.3081
+    rows = [measure({"baseline": model}, given, **QUICK)[0] for given in (
+        test, (test.images, test.labels), (test.images.numpy(), test.labels.int().numpy()), (floats, test.labels)
+    )]  # fmt: skip
+    assert len({row["accuracy"] for row in rows}) == 1
+    assert {row["test_images"] for row in rows} == {30}
+
+
+@pytest.mark.parametrize(
+    ("models", "test", "message"),
+    [
+        ([MLP((20, 4))], random_split(), "models must be a dict from a variant's name to its model, not list"),
+        ({"baseline": MLP((20, 4))}, torch.zeros(3, 20), "must be a Split, .* or a pair of arrays, not Tensor"),
+        ({"baseline": MLP((20, 4))}, None, "must be a Split, .* not NoneType"),
+    ],
+)
+def test_what_is_no_model_and_no_split_is_named(models, test, message):
+    with pytest.raises(TypeError, match=message):
+        measure(models, test)
+
+
 def test_details_override_and_extend():
     model = MLP((20, 12, 4))
     details = {"baseline": {"method": "magic", "finetune_epochs": 2}}

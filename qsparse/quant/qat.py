@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from qsparse.data import Dataset
+from qsparse.data import Dataset, check_dataset
 from qsparse.errors import UserError
 from qsparse.models import MLP
 from qsparse.nn import Linear
@@ -46,8 +46,11 @@ def train_quantized(
     validation images calibrate. train: how; its learning rate is `config.lr` if that is given, and its epochs are
     `config.qat_epochs`. Layers in 16 bits train in float32 and are rounded at the end. on_epoch, progress: as of `fit`.
 
-    Raises and warns as `quantize` and `fit`.
+    Raises and warns as `quantize` and `fit`; TypeError for a `dataset` or a `train` that is none.
     """
+    check_dataset(dataset)
+    if not isinstance(train, TrainConfig):
+        raise TypeError(f"train must be a TrainConfig, not {type(train).__name__}")
     if not config.qat_epochs:
         raise UserError("Quantization-aware training needs an epoch: give --qat-epochs.")
     prepared = prepare(model, config, dataset.validation.images if config.needs_data else None)

@@ -137,8 +137,13 @@ def spmm(x: Tensor, w: SparseWeights, bias: Tensor | None = None, *, relu: bool 
     (y, way) : y (M, N), dtype of ``x``, row-major, and one of `WAYS`.
 
     ``csr`` never touches x where nothing is stored; ``bitmap`` and ``dense`` multiply zeros there, so NaN and Inf in x
-    reach all of their row. Raises as the kernels do, and ValueError for a way that is none.
+    reach all of their row. Raises as the kernels do, TypeError for an x or a w that is none, and ValueError for a way
+    that is none.
     """
+    if not isinstance(w, SparseWeights):
+        raise TypeError(f"w must be SparseWeights, as SparseWeights.from_dense makes them, not {type(w).__name__}")
+    if not isinstance(x, Tensor):
+        raise TypeError(f"x must be a torch.Tensor, not {type(x).__name__}")
     way = w.way(x.shape[0]) if way is None else way
     if way == "csr":
         return kernels.spmm_csr(x, *w.csr, bias, shape=w.shape, relu=relu, check=False, plan=w._plan), way

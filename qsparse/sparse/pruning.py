@@ -69,8 +69,10 @@ def prune(
 
     Raises:
         UserError: the pruner needs data and there are none; a model that is already compressed, or not finite.
-        TypeError, ValueError: `dataset` is none, or its images are not those that `model` takes.
+        TypeError, ValueError: `config` or `dataset` is none, or its images are not those that `model` takes.
     """
+    if not isinstance(config, SparseConfig):
+        raise TypeError(f"config must be a SparseConfig, such as SparseConfig(0.1), not {type(config).__name__}")
     if dataset is not None:
         dataset = data.as_dataset(dataset)
     if config.correct_bias:
@@ -156,10 +158,7 @@ def _calibration(config: SparseConfig, dataset: Dataset | None, inputs: int) -> 
 
 
 def _inputs(model: MLP, calibration: _Calibration | None) -> Tensor | None:
-    if calibration is None:
-        return None
-    images, dtype = calibration[0], model.input_dtype
-    return data.normalize(images, dtype) if images.dtype == torch.uint8 else images.to(dtype)
+    return None if calibration is None else data.as_inputs(calibration[0], model.input_dtype)
 
 
 def _counts(

@@ -256,3 +256,12 @@ def test_the_command(tmp_path, monkeypatch):
     saved = load(said["saved"])
     assert saved.fc1.activations == "static"
     assert row["accuracy"] == evaluate(saved, data.load("mnist-5k", None).test)[0]
+
+
+def test_other_data_and_settings_are_named():
+    config, digits = QuantConfig("int4", qat_epochs=1, simulate=True), data.load("mnist-5k")
+    for given in (digits.train.images, (digits.train.images, digits.train.labels), None):
+        with pytest.raises(TypeError, match=f"data must be a Dataset, .* not {type(given).__name__}"):
+            train_quantized(MLP((784, 8, 10)), config, given, TrainConfig())
+    with pytest.raises(TypeError, match="train must be a TrainConfig, not dict"):
+        train_quantized(MLP((784, 8, 10)), config, digits, {"lr": 0.1})

@@ -126,3 +126,11 @@ def test_a_way_that_is_none():
         spmm(torch.ones(1, 3), weights, way="best")
     with pytest.raises(ValueError, match="outside"):
         SparseWeights(torch.ones(1), torch.tensor([3]).int(), torch.tensor([0, 1, 1]).int(), (2, 3))
+
+
+def test_what_is_no_tensor_and_no_weights_is_named():
+    w = SparseWeights.from_dense(torch.ones(2, 3), torch.ones(2, 3, dtype=torch.bool))
+    with pytest.raises(TypeError, match=r"x must be a torch.Tensor, not list"):
+        spmm([[1.0, 2.0, 3.0]], w)
+    with pytest.raises(TypeError, match=r"w must be SparseWeights, .* not Tensor"):
+        spmm(torch.ones(1, 3), torch.ones(2, 3))

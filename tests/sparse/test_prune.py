@@ -186,7 +186,7 @@ def test_images_and_labels_will_do_as_data(digits, trained):
     images, labels = digits.train.images, digits.train.labels
     floats = data.normalize(images)
     expected = qsparse.sparsify(trained, config, digits)
-    for pair in ((images, labels), [images.numpy(), labels.numpy()], (floats, labels.int())):
+    for pair in (digits.train, (images, labels), [images.numpy(), labels.numpy()], (floats, labels.int())):
         given = qsparse.sparsify(trained, config, pair)
         assert torch.equal(given.fc1.col_indices, expected.fc1.col_indices)
     for pruner in ("wanda", "sparsegpt"):
@@ -200,11 +200,11 @@ def test_images_and_labels_will_do_as_data(digits, trained):
         (
             torch.zeros(5, 784),
             TypeError,
-            r"must be a Dataset, .* or a pair of arrays \(images, labels\), not Tensor",
+            "images and labels must be a Split, .* or a pair of arrays, not Tensor",
         ),
-        (np.zeros((5, 784)), TypeError, "data must be a Dataset, .* not ndarray"),
-        ("mnist", TypeError, "data must be a Dataset, .* not str"),
-        ((torch.zeros(5, 784), None), TypeError, "data must be a Dataset, .* not tuple"),
+        (np.zeros((5, 784)), TypeError, "images and labels must be a Split, .* not ndarray"),
+        ("mnist", TypeError, "images and labels must be a Split, .* not str"),
+        ((torch.zeros(5, 784), None), TypeError, "images and labels must be a Split, .* not tuple"),
         ((torch.zeros(5, 784), torch.zeros(5)), TypeError, r"labels whole numbers, not torch\.float32, torch\.float32"),
         ((torch.zeros(5, 784), torch.zeros(4).long()), ValueError, r"not \(5, 784\), \(4,\)"),
         ((torch.zeros(5, 28, 28), torch.zeros(5).long()), ValueError, r"not \(5, 28, 28\), \(5,\)"),
@@ -216,6 +216,12 @@ def test_images_and_labels_will_do_as_data(digits, trained):
 def test_other_data_are_named(trained, given, error, message, call):
     with pytest.raises(error, match=message):
         call(trained, SparseConfig(0.2, "wanda"), given)
+
+
+@pytest.mark.parametrize("config", [0.1, "magnitude", None])
+def test_a_pruning_that_is_none_is_named(trained, config):
+    with pytest.raises(TypeError, match=f"config must be a SparseConfig, such as .*, not {type(config).__name__}"):
+        prune(trained, config)
 
 
 def test_the_call_with_masks_keeps_working(trained):
