@@ -28,12 +28,12 @@ from qsparse.sparse import EmptyLayerWarning, SparseConfig, check_density, mask_
 from qsparse.sparse.blocks import BlockWarning
 from qsparse.sparse.config import DYNAMIC, INT8, SCHEDULES, check_order, choose
 from qsparse.sparse.dynamic import check_dynamic, train_dynamically
+from qsparse.sparse.finetune import finetune
 from qsparse.sparse.gradual import check_gradual, prune_gradually
 from qsparse.sparse.int8 import prune_jointly
 from qsparse.sparse.lottery import rewind
 from qsparse.sparse.pruning import BiasWarning
 from qsparse.train.config import TrainConfig
-from qsparse.train.fit import fit
 from qsparse.train.progress import Display, say
 from qsparse.train.run import load_dataset, read_train_config
 
@@ -196,7 +196,7 @@ def sparsify_run(
     if schedule == "lottery":
         model = rewind(_initial(source), masks)
     if trained and schedule in ("one-shot", "lottery"):
-        _finetune(source, model, masks, config)
+        details["finetune_steps"] = "sparse" if _finetune(source, model, masks, config) else "dense"
     variant = sparse.variant + ("" if seed is None else f"-seed{seed}")
     variant += f"-{schedule}{epochs}" if epochs else ""
     variant += f"-ft{finetune_epochs}" if finetune_epochs else ""
@@ -345,10 +345,11 @@ def _watched(
         return training(model, sparse, source.dataset, *how, **watch)
 
 
-def _finetune(source: _Source, model: MLP, masks: dict[str, torch.Tensor], config: TrainConfig) -> None:
-    """Train `model` in place with the weights outside `masks` held at zero."""
+def _finetune(source: _Source, model: MLP, masks: dict[str, torch.Tensor], config: TrainConfig) -> bool:
+    """`finetune` with its progress shown."""
     with Display(source.console or Console(quiet=True), config.epochs) as display:
-        fit(model, source.dataset, config, masks=masks, on_epoch=display.epoch_end, progress=display.progress)
+        watch = {"on_epoch": display.epoch_end, "progress": display.progress}
+        return finetune(model, masks, source.dataset, config, **watch)
 
 
 def _save_and_measure(

@@ -4,7 +4,8 @@ which the cheapest may be chosen (choose.py), and models of them (convert.py).
 A pruner is a file: magnitude.py, random_scores.py, wanda.py, snip.py, sparsegpt.py, movement.py. How many weights each
 layer keeps is settled in distribution.py, which ones by their scores in masks.py, as whole blocks in blocks.py, or in
 the best order of the columns in permutation.py. What stays may be rounded to int8 (int8.py). While a network trains:
-gradual.py, dynamic.py, lottery.py. A single product with sparse weights, the fastest way measured: product.py.
+gradual.py, dynamic.py, lottery.py; afterwards finetune.py. A single product with sparse weights, the fastest way
+measured: product.py.
 
 Importing this imports no torch: what needs it is loaded when it is first asked for.
 """
