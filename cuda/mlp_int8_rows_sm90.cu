@@ -64,9 +64,8 @@ __device__ __forceinline__ int panels_of(int K) { return (K + ROW - 1) / ROW; }
 // d (64 x N) += a (64 x 32) · b (N x 32), as the wrappers of common/wgmma.cuh, for the N that divide a batch evenly.
 template <int N>
 __device__ __forceinline__ void wgmma_s8(int (&d)[N / 2], unsigned long long a, unsigned long long b, int accumulate) {
-    static_assert(N == 16 || N == 64 || N == 80, "a wrapper for this N is not written yet");
+    static_assert(N == 16 || N == 80, "a wrapper for this N is not written yet");
     if constexpr (N == 16) QSPARSE_WGMMA_S8(16, 8, 8, 9, 10, QSPARSE_ACC8("+r", d, 0));
-    if constexpr (N == 64) wgmma<signed char, 64, 0, 0>(d, a, b, accumulate);
     if constexpr (N == 80) QSPARSE_WGMMA_S8(80, 40, 40, 41, 42, QSPARSE_ACC32("+r", d, 0), QSPARSE_ACC8("+r", d, 32));
 }
 
@@ -169,6 +168,11 @@ __device__ __forceinline__ void prefetch_row(const char* row, int bytes) {
         asm volatile("prefetch.global.L2 [%0];" ::"l"(row + min(at, bytes - 16)));
 }
 
+// Bring bytes, a multiple of 16 at a multiple of 16, into L2.
+__device__ __forceinline__ void bulk_prefetch(const void* from, int bytes) {
+    asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(from), "r"(bytes) : "memory");
+}
+
 // Quantize `count` rows of x from row m0 on, those below M, into rows `first` and following of the panels at `act`, R rows
 // each, and their scales; rows beyond M become zeros. A warp takes one row after the other, the next one on its way; the
 // first warp, which has weights to load, comes last.
@@ -189,9 +193,9 @@ __device__ __forceinline__ void quantize_rows(char* act, float* scales, const vo
             if (r < exist && k < K) next[i] = *reinterpret_cast<const Piece<T>*>(x + static_cast<long long>(r) * K + k);
         }
     };
-    // All rows are asked for at once: those that a warp can hold are too few to keep memory busy.
-    for (int r = warp; r < min(count, exist); r += THREADS / 32)
-        prefetch_row(reinterpret_cast<const char*>(x + static_cast<long long>(r) * K), K * static_cast<int>(sizeof(T)));
+    if (count <= THREADS / 32)  // else they are already on their way
+        for (int r = warp; r < min(count, exist); r += THREADS / 32)
+            prefetch_row(reinterpret_cast<const char*>(x + static_cast<long long>(r) * K), K * static_cast<int>(sizeof(T)));
     if (warp < count) load(warp);
 #pragma unroll 1
     for (int r = warp; r < count; r += THREADS / 32) {
@@ -228,6 +232,13 @@ __device__ __forceinline__ void quantize_input(char* act, float* scales, const v
     if (kind == 0) quantize_rows<float, R>(act, scales, x, m0, M, K, given, first, count);
     else if (kind == 1) quantize_rows<__half, R>(act, scales, x, m0, M, K, given, first, count);
     else quantize_rows<__nv_bfloat16, R>(act, scales, x, m0, M, K, given, first, count);
+}
+
+// Bring these rows into L2, by the copy engine: those that a warp can hold are too few to keep memory busy.
+__device__ __forceinline__ void prefetch_input(const void* x, long long m0, int M, int K, int kind, int count) {
+    const int bytes = K * (kind == 0 ? 4 : 2);
+    const int exist = static_cast<int>(max(0ll, min(static_cast<long long>(count), M - m0)));
+    if (exist > 0) bulk_prefetch(static_cast<const char*>(x) + m0 * bytes, exist * bytes);
 }
 
 // Send the rows that a block of a cluster of C has quantized, and their scales, to the other blocks.
@@ -462,6 +473,8 @@ mlp_int8_rows_sm90(const __grid_constant__ Maps maps, const __grid_constant__ Ne
     const int rank = C > 1 ? cluster_rank() : 0, last = net.layers - 1;
     const int warpgroup = threadIdx.x / WARPGROUP, lane = threadIdx.x % 32;
     const long long m0 = static_cast<long long>(blockIdx.x / C) * R;
+    if (SHARE > THREADS / 32 && threadIdx.x == 32)
+        prefetch_input(net.x, m0 + rank * SHARE, net.M, net.layer[0].K, net.kind, SHARE);
     if (threadIdx.x == 0) {
         for (int s = 0; s < net.stages; ++s) {
             mbarrier_init(&full[s], 1);

@@ -59,20 +59,16 @@ def test_has_the_bits_of_one_call_after_the_other(hopper, config, normal, intege
 
 @pytest.mark.gpu
 def test_what_is_chosen_has_the_bits_of_one_call_after_the_other(hopper, normal, integers, assert_same_bits):
-    layers = [
-        (
-            integers(-127, 128, n, k, device=hopper),
-            normal(n, device=hopper).abs() / 3000,
-            normal(n, device=hopper),
-            None,
-        )
+    fixed = torch.full((1,), 0.03, device=hopper)
+    parts = [
+        (integers(-127, 128, n, k, device=hopper), normal(n, device=hopper).abs() / 3000, normal(n, device=hopper))
         for k, n in ((784, 256), (256, 10))
     ]
+    weights, scales, biases = zip(*parts, strict=True)
     x = normal(10_000, 784, dtype=torch.float16, device=hopper)
-    for m in (65, 1024, 10_000):
-        assert sm90.choose((784, 256, 10), m, 132) is not None
-        y = kernels.mlp_int8(x[:m], *([layer[i] for layer in layers] for i in range(3)))
-        assert_same_bits(y, by_calls(x[:m], layers))
+    for m, scale_x in ((65, None), (1024, None), (10_000, None), (10_000, fixed)):
+        y = kernels.mlp_int8(x[:m], weights, scales, biases, input_scales=[scale_x] * 2)
+        assert_same_bits(y, by_calls(x[:m], [(*part, scale_x) for part in parts]))
 
 
 @pytest.mark.parametrize("config", sm90.CONFIGS, ids=str)
@@ -83,6 +79,11 @@ def test_what_is_taken_fits(config):
             assert config.stages(count) >= 2
             assert config.shared(count) <= sm90.SHARED
     assert sm90.panels((784, 256, 10), config)
+
+
+def test_many_rows_are_taken_where_the_scales_are_static():
+    assert [sm90.choose((784, 256, 10), m, 132, False) for m in (1024, 10_000)] == [sm90.FEW, None]
+    assert [sm90.choose((784, 256, 10), m, 132, True) for m in (1024, 10_000)] == [sm90.FEW, sm90.MANY]
 
 
 def test_what_is_not_taken_is_left_to_others():
@@ -96,8 +97,8 @@ def test_what_is_not_taken_is_left_to_others():
         (0, 16, 1),
     ):
         assert not any(sm90.panels(sizes, config) for config in sm90.CONFIGS), sizes
-        assert sm90.choose(sizes, 1000, 132) is None
-    assert sm90.choose((784, 256, 10), 64, 132) is None
+        assert sm90.choose(sizes, 1000, 132, True) is None
+    assert sm90.choose((784, 256, 10), 64, 132, True) is None
     with pytest.raises(ValueError, match="cannot share out"):
         sm90.Config(80, 2, 4, 48)
     with pytest.raises(ValueError, match="do not fit"):
