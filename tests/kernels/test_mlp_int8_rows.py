@@ -10,7 +10,7 @@ import torch
 from qsparse import kernels
 from qsparse.kernels import _mlp_int8_rows_sm90 as sm90
 
-NETWORKS = ((784, 256, 10), (784, 1024, 1024, 10), (64, 64, 10), (784, 320, 160, 80, 10), (784, 10), (1008, 512, 64))
+NETWORKS = ((784, 256, 10), (64, 64, 10), (784, 256, 160, 80, 10), (784, 10), (1008, 208, 64))
 NAN, INF = float("nan"), float("inf")
 
 
@@ -35,10 +35,7 @@ def by_calls(x, layers):
 @pytest.mark.parametrize("config", sm90.CONFIGS, ids=str)
 def test_has_the_bits_of_one_call_after_the_other(hopper, config, normal, integers, assert_same_bits):
     fixed = torch.full((1,), 0.03, device=hopper)
-    taken = 0
     for sizes in NETWORKS:
-        if sm90.panels(sizes, config) is None:
-            continue
         parts = []
         for k, n in itertools.pairwise(sizes):
             scale = (normal(n, device=hopper).abs() + 0.1) / (60 * k**0.5)
@@ -51,10 +48,8 @@ def test_has_the_bits_of_one_call_after_the_other(hopper, config, normal, intege
             layers = [(*part, fixed if i in static else None) for i, part in enumerate(parts)]
             y = sm90.launch_mlp(rows, layers, config)
             assert_same_bits(y, by_calls(rows, layers))
-            taken += 1
         layers = [(w, scale[:1], None, fixed if i == 1 else None) for i, (w, scale, _) in enumerate(parts)]
         assert_same_bits(sm90.launch_mlp(x.bfloat16(), layers, config), by_calls(x.bfloat16(), layers))
-    assert taken >= 6
 
 
 @pytest.mark.gpu
@@ -75,10 +70,8 @@ def test_what_is_chosen_has_the_bits_of_one_call_after_the_other(hopper, normal,
 def test_what_is_taken_fits(config):
     for sizes in NETWORKS:
         count = sm90.panels(sizes, config)
-        if count is not None:
-            assert config.stages(count) >= 2
-            assert config.shared(count) <= sm90.SHARED
-    assert sm90.panels((784, 256, 10), config)
+        assert count and config.stages(count) >= 2
+        assert config.shared(count) <= sm90.SHARED
 
 
 def test_many_rows_are_taken_where_the_scales_are_static():
