@@ -70,7 +70,8 @@ def test_what_is_chosen_has_the_bits_of_one_call_after_the_other(hopper, normal,
 def test_what_is_taken_fits(config):
     for sizes in NETWORKS:
         count = sm90.panels(sizes, config)
-        assert count and config.stages(count) >= 2
+        assert count
+        assert config.stages(count) >= 2
         assert config.shared(count) <= sm90.SHARED
 
 
