@@ -21,6 +21,7 @@ template <typename T, typename O, int BN, int MASK, int PARTS> struct FloatEpilo
     using B = Bias<T, PARTS>;
     static constexpr int COLUMN_BYTES = sizeof(B);
     static constexpr bool ACCUMULATES = true;
+    static constexpr bool HOLDS = MASK == NO_MASK;
 
     const B* bias;
     unsigned char* mask;

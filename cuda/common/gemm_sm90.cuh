@@ -11,6 +11,9 @@
 //                         `full` barrier a stage counts the bytes that arrive, an `empty` one the consumers that left.
 //   sharing or turns      two consumers share one big tile, which needs the fewest bytes; or (PINGPONG) they take
 //                         tiles in turn, so that one writes its results while the other multiplies.
+//   deferred stores       two that share keep a tile's results in registers, as they will be stored, and let go of some
+//                         after every few steps of the next tile. All multiprocessors end their tiles together: written
+//                         at once, these would keep the tensor cores waiting.
 //   parts                 (PARTS 2) float operands arrive as two halves each, high and low, that add up to 22 bits, and
 //                         scaled by a power of two a row (gemm_split.cu). Three products are summed, the small ones
 //                         first. The tensor cores truncate where they should round, which shrinks a sum of many steps;
@@ -20,6 +23,7 @@
 //
 // What happens to a sum before it is stored is the EPILOGUE's business. It has
 //   Sum, Value, Out        the tensor cores' type, what `finish` makes of it, and the type of y;
+//   HOLDS                  whether it leaves registers for a tile's results beside the sums of the next;
 //   COLUMN_BYTES           the shared memory it wants for each column of a tile and consumer;
 //   begin(columns, ...)    before a tile's products: fetch what its columns need into that memory;
 //   rows(m)                the same for this thread's rows, m + 64 i + 8 h for i < MI and h < 2;
@@ -113,6 +117,8 @@ struct Pipeline {
     static constexpr int PRODUCTS = PARTS == 2 ? 3 : 1;
     static constexpr int COLS = 128 / sizeof(O);  // y leaves by way of shared memory, in panels of 16 rows of 128 bytes
     static constexpr int PANEL_BYTES = 16 * 128;
+    static constexpr int PIECES = MI * BN / COLS;  // panels of a warp
+    static constexpr bool DEFERRED = SHARERS == 2 && SPLIT == 1 && sizeof(O) <= 2 && Epilogue::HOLDS;
     static constexpr int Y_BYTES = SPLIT == 1 ? CONSUMERS * 4 * PANELS * PANEL_BYTES : 0;
     static constexpr int SHARED = STAGES * (X_BYTES + W_BYTES) + Y_BYTES + CONSUMERS * BN * Epilogue::COLUMN_BYTES +
                                   2 * STAGES * 8 + 1024;  // 1,024 to align
@@ -205,8 +211,12 @@ struct Pipeline {
             const int thread = threadIdx.x % WARPGROUP, lane = thread % 32, warp = thread / 32;
             int stage = 0;
             unsigned phase = 0;
-            // The stage is free once every consumer that read it, here and where this block sends to, has said so.
-            auto release = [&](int s) {
+            auto next = [&] {
+                if (++stage == STAGES) stage = 0, phase ^= 1;
+            };
+            // A stage is free once every consumer that read it, here and where this block sends to, has said so.
+            auto release_previous = [&] {
+                const int s = (stage == 0 ? STAGES : stage) - 1;
                 if (CLUSTER == 1 || SPLIT > 1) {
                     if (thread == 0) mbarrier_arrive(&empty[s]);
                 } else if (thread < CLUSTER && (thread % CM == cm || thread / CM == cn)) {
@@ -221,6 +231,54 @@ struct Pipeline {
 
             const int row = share * MI * 64 + 16 * warp + lane / 4;  // of the block's tile, for i = h = 0 (see acc)
             const int col = 2 * (lane % 4);
+            // Panels are a warp's own, 128-byte swizzled like the loads, PANELS of them in turn: one is written while the
+            // copy engine, which clips at the matrix's edge, reads the others. `words` is what this thread puts into a
+            // fourth of one, 32 bytes of every row.
+            char* const mine = y_tile + (consumer * 4 + warp) * PANELS * PANEL_BYTES;
+            auto put = [&](int p, int m0, int n0, auto words) {
+                const int panel_m = m0 + (share * MI + p / (BN / COLS)) * 64 + 16 * warp;
+                const int panel_n = n0 + p % (BN / COLS) * COLS;
+                if (!(flags & TMA_STORE) && panel_n >= N) return;  // a head's few columns, say
+                char* const panel = mine + p % PANELS * PANEL_BYTES;
+                if (lane == 0) {
+                    if (p == 0) tma_store_wait_read<0>();  // the tile before's, long read, left in any order of panels
+                    else if (p >= PANELS) tma_store_wait_read<PANELS - 1>();
+                }
+                __syncwarp();
+#pragma unroll
+                for (int q = 0; q < 4; ++q) {
+                    const uint4 v = words(q);
+                    if constexpr (sizeof(O) == 2) {
+                        const int to_row = lane % 16, chunk = q * 2 + lane / 16;
+                        stmatrix_x4(panel + to_row * 128 + (chunk ^ to_row % 8) * 16, v.x, v.y, v.z, v.w);
+                    } else {
+                        const int to_row = lane / 4, chunk = q * 2 + lane % 4 / 2;
+                        char* const to = panel + to_row * 128 + (chunk ^ to_row) * 16 + lane % 2 * 8;
+                        *reinterpret_cast<uint2*>(to) = make_uint2(v.x, v.y);
+                        *reinterpret_cast<uint2*>(to + 8 * 128) = make_uint2(v.z, v.w);
+                    }
+                }
+                fence_proxy_async();
+                __syncwarp();
+                if (!(flags & TMA_STORE)) {
+                    copy_panel<Epilogue::ACCUMULATES>(panel, y, panel_m, panel_n, M, N, flags & ACCUMULATE, lane);
+                    __syncwarp();
+                } else if (lane == 0) {
+                    if (flags & ACCUMULATE) tma_add(&y_map, panel, panel_n, panel_m);
+                    else tma_store(&y_map, panel, panel_n, panel_m);
+                    tma_store_commit();
+                }
+            };
+            uint4 held[DEFERRED ? PIECES : 1][4];  // of the tile at held_m, held_n; from next_piece on still to be put
+            int next_piece = PIECES, held_m = 0, held_n = 0;
+            auto put_held = [&] {
+#pragma unroll
+                for (int p = 0; p < PIECES; ++p) {
+                    if (p == next_piece) put(p, held_m, held_n, [&](int q) { return held[DEFERRED ? p : 0][q]; });
+                }
+                ++next_piece;
+            };
+
             int turn = 0;
             if (PINGPONG && consumer == 1) barrier_arrive(TURN + 0, 2 * WARPGROUP);  // the first turn is consumer 0's
             for (int tile = blockIdx.x / CLUSTER; tile < tiles; tile += clusters) {
@@ -230,19 +288,11 @@ struct Pipeline {
                     stage %= STAGES;
                     continue;
                 }
-                int m0, n0;
-                place(tile, m0, n0);
                 Sum acc[MI][BN / 2];
-                if (k_count == 0) zero(acc);
-                epilogue.begin(columns + consumer * BN * Epilogue::COLUMN_BYTES, n0, thread,
-                               [&] { barrier_sync(OWN + consumer, WARPGROUP); });
-                epilogue.rows(m0 + row);
+                if ((SPLIT > 1 || PARTS == 2) && k_count == 0) zero(acc);
                 // A parity tells two phases apart, no more: a consumer may not wait for its stages while the other's are
                 // still to come.
                 if (PINGPONG) barrier_sync(TURN + consumer, 2 * WARPGROUP);
-                auto next = [&] {
-                    if (++stage == STAGES) stage = 0, phase ^= 1;
-                };
                 // Begin the products of wgmma steps FROM to TO of this stage; fresh: into, not onto, these sums.
                 auto multiply = [&](Sum (&into)[MI][BN / 2], bool fresh, int from = 0, int to = STEPS) {
                     const char* xs = x_tiles + stage * X_BYTES + share * MI * 64 * ROW;
@@ -260,28 +310,32 @@ struct Pipeline {
                     }
                     wgmma_commit();
                 };
-                int previous = 0;
                 for (int k = 0; k < whole; ++k) {
                     mbarrier_wait(&full[stage], phase);
                     multiply(acc, k == 0);
                     wgmma_wait<1>();  // the products of the previous stage are done, those of this one go on
-                    if (k > 0) release(previous);
-                    previous = stage;
+                    if (k > 0) release_previous();
                     next();
+                    if (DEFERRED && next_piece < PIECES && k * PIECES >= next_piece * whole) put_held();
                 }
                 if (short_end) {
                     mbarrier_wait(&full[stage], phase);
                     for (int kk = 0; kk < (K % BK + STEP - 1) / STEP; ++kk) multiply(acc, whole + kk == 0, kk, kk + 1);
                     if (whole > 0) {
                         wgmma_wait<1>();
-                        release(previous);
+                        release_previous();
                     }
-                    previous = stage;
                     next();
                 }
                 if (PINGPONG) barrier_arrive(TURN + 1 - consumer, 2 * WARPGROUP);
+                while (DEFERRED && next_piece < PIECES) put_held();
+                int m0, n0;  // what the epilogue needs is fetched while the last products are under way
+                place(tile, m0, n0);
+                epilogue.begin(columns + consumer * BN * Epilogue::COLUMN_BYTES, n0, thread,
+                               [&] { barrier_sync(OWN + consumer, WARPGROUP); });
+                epilogue.rows(m0 + row);
                 wgmma_wait<0>();
-                if (k_count > 0) release(previous);
+                if (k_count > 0) release_previous();
                 if constexpr (PARTS == 2) {  // the big product, in two sets of sums: one is added while the other runs
                     Sum sums[MI][BN / 2], other[MI][BN / 2];
                     zero(sums);
@@ -293,9 +347,9 @@ struct Pipeline {
                         wgmma_wait<1>();
                         add(sums, acc);
                         wgmma_wait<0>();
-                        release(stage);
-                        add(sums, other);
                         next();
+                        release_previous();
+                        add(sums, other);
                     }
                     zero(acc);
                     add(acc, sums);
@@ -350,63 +404,45 @@ struct Pipeline {
                         store(0, 1, m + 8, column, total[2], total[3]);
                     }
                 } else {
-                    // Panels are a warp's own, 128-byte swizzled like the loads, PANELS of them in turn: one is written
-                    // while the copy engine, which clips at the matrix's edge, reads the others.
-                    char* const mine = y_tile + (consumer * 4 + warp) * PANELS * PANEL_BYTES;
-#pragma unroll
-                    for (int p = 0; p < MI * BN / COLS; ++p) {
-                        const int i = p / (BN / COLS), first = p % (BN / COLS) * COLS;
-                        const int panel_m = m0 + (share * MI + i) * 64 + 16 * warp;
-                        if (!(flags & TMA_STORE) && n0 + first >= N) continue;  // a head's few columns, say
-                        char* const panel = mine + p % PANELS * PANEL_BYTES;
-                        if (lane == 0) tma_store_wait_read<PANELS - 1>();
-                        __syncwarp();
-                        // The two values of this thread in row h of wgmma tile i and group j of 8 columns, as stored.
-                        auto two = [&](int h, int j) {
+                    // What this thread puts into a fourth q of panel p: two values of a row h of a wgmma tile and a
+                    // group of 8 columns make a word of 16-bit values or two of wide ones; a quad of lanes gathers the
+                    // 8-bit ones of four groups.
+                    auto results = [&](int p, int q) {
+                        auto two = [&](int h, int group) {
+                            const int i = p / (BN / COLS), j = p % (BN / COLS) * (COLS / 8) + group;
                             const Sum* d = &acc[i][j * 4 + h * 2];
                             Value low, high;
                             epilogue.finish(i, h, m0 + row + i * 64 + h * 8, col + j * 8, d[0], d[1], low, high);
                             return epilogue.pair(low, high);
                         };
                         if constexpr (sizeof(O) == 2) {
+                            unsigned v[4];
 #pragma unroll
-                            for (int j = 0; j < 8; j += 2) {
-                                unsigned r[4];
-#pragma unroll
-                                for (int h = 0; h < 4; ++h) r[h] = packed(two(h % 2, first / 8 + j + h / 2));
-                                const int to_row = lane % 16, chunk = j + lane / 16;
-                                stmatrix_x4(panel + to_row * 128 + (chunk ^ to_row % 8) * 16, r[0], r[1], r[2], r[3]);
-                            }
+                            for (int e = 0; e < 4; ++e) v[e] = packed(two(e % 2, q * 2 + e / 2));
+                            return make_uint4(v[0], v[1], v[2], v[3]);
+                        } else if constexpr (sizeof(O) == 4) {
+                            const auto a = two(0, q), b = two(1, q);
+                            return make_uint4(bits_of(a.x), bits_of(a.y), bits_of(b.x), bits_of(b.y));
                         } else {
+                            unsigned a[4], b[4];
 #pragma unroll
-                            for (int q = 0; q < 8; ++q) {  // 8 bytes of a row: two wide values, or eight of a quad's
-                                const int h = q % 2, chunk = q / 2 * 2 + lane % 4 / 2, to_row = lane / 4 + 8 * h;
-                                uint2 eight;
-                                if constexpr (sizeof(O) == 4) {
-                                    const auto pair = two(h, first / 8 + q / 2);
-                                    eight = make_uint2(bits_of(pair.x), bits_of(pair.y));
-                                } else {
-                                    unsigned group[4];
-#pragma unroll
-                                    for (int g = 0; g < 4; ++g) group[g] = packed(two(h, first / 8 + q / 2 * 4 + g));
-                                    eight = gather_eight(group, lane % 4);
-                                }
-                                const int at = to_row * 128 + (chunk ^ to_row % 8) * 16 + lane % 2 * 8;
-                                *reinterpret_cast<uint2*>(panel + at) = eight;
-                            }
+                            for (int g = 0; g < 4; ++g) a[g] = packed(two(0, q * 4 + g)), b[g] = packed(two(1, q * 4 + g));
+                            const uint2 first = gather_eight(a, lane % 4), second = gather_eight(b, lane % 4);
+                            return make_uint4(first.x, first.y, second.x, second.y);
                         }
-                        fence_proxy_async();
-                        __syncwarp();
-                        if (!(flags & TMA_STORE)) {
-                            copy_panel<Epilogue::ACCUMULATES>(panel, y, panel_m, n0 + first, M, N, flags & ACCUMULATE,
-                                                              lane);
-                            __syncwarp();
-                        } else if (lane == 0) {
-                            if (flags & ACCUMULATE) tma_add(&y_map, panel, n0 + first, panel_m);
-                            else tma_store(&y_map, panel, n0 + first, panel_m);
-                            tma_store_commit();
+                    };
+                    const bool last = tile + clusters >= tiles;
+#pragma unroll
+                    for (int p = 0; p < PIECES; ++p) {
+                        if constexpr (DEFERRED) {
+#pragma unroll
+                            for (int q = 0; q < 4; ++q) held[p][q] = results(p, q);
+                            if (last) put(p, m0, n0, [&](int q) { return held[p][q]; });
+                        } else {
+                            put(p, m0, n0, [&](int q) { return results(p, q); });
                         }
                     }
+                    if (DEFERRED && !last) next_piece = 0, held_m = m0, held_n = n0;
                 }
             }
             if (SPLIT == 1 && lane == 0) tma_store_wait_read<0>();

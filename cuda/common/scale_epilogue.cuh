@@ -10,6 +10,7 @@ template <typename SumT, typename O, int BN, int MI> struct ScaleEpilogue {
     using Value = typename Int8Value<O>::type;
     static constexpr int COLUMN_BYTES = sizeof(Int8Column);
     static constexpr bool ACCUMULATES = false;
+    static constexpr bool HOLDS = is_same<Sum, int>;
 
     const Int8Epilogue& e;
     int M, N;

@@ -97,6 +97,7 @@ CONFIGS = (
     Single(64, 128, 1, 8, cm=2),
     Single(64, 128, 1, 8, cn=2),
     Single(128, 64, 2, 8, cn=2),
+    Single(128, 128, 2, 6, cm=2),
     Single(128, 256, 2, 4),
     Single(128, 256, 2, 4, cm=2),
 )

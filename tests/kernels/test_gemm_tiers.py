@@ -8,6 +8,7 @@ import torch
 
 from qsparse import kernels
 from qsparse.kernels import _gemm_int8_sm90, _gemm_single_sm90, _gemm_sm90, _gemm_sm90_configs, _load, _relu_mask
+from qsparse.kernels._gemm_int8_epilogue import Epilogue
 from qsparse.oracles.gemm import gemm as oracle
 
 HALVES = (torch.float16, torch.bfloat16)
@@ -67,6 +68,37 @@ def test_every_configuration_of_sm90(config, x_k, w_k, normal, to_numpy, assert_
         x_given, w_given = x if x_k else x.t().contiguous().t(), w if w_k else w.t().contiguous().t()
         y = _gemm_sm90.run(config, x_given, w_given, bias, True)
         assert_close(y, oracle(*to_numpy((x, w, bias)), relu=True))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("config", _gemm_sm90.CONFIGS, ids=str)
+@pytest.mark.parametrize("n", [264, 262])
+def test_blocks_that_take_several_tiles(config, n, normal, to_numpy, assert_close):
+    """More tiles than multiprocessors, of few steps of K and of many, for the copy engine to store or not."""
+    device = torch.device("cuda", 0)
+    of_tier("sm90", device)
+    for m, k in [(40_000, 8), (40_000, 72), (20_000, 784)]:
+        x, w = (normal(rows, k, dtype=torch.float16, device=device) for rows in (m, n))
+        bias = normal(n, dtype=torch.float16, device=device)
+        y = _gemm_sm90.run(config, x, w, bias, True)
+        assert_close(y, to_numpy((x.double() @ w.double().t() + bias.double()).relu()))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("out", [torch.int32, torch.float32, torch.bfloat16, torch.int8])
+def test_the_pipeline_of_8_bit_products_in_every_configuration(out, integers):
+    device = torch.device("cuda", 0)
+    of_tier("sm90", device)
+    scale = None if out == torch.int32 else torch.full((1,), 2.0**-12, device=device)  # exact
+    one = torch.ones(1, device=device) if out == torch.int8 else None
+    for config in _gemm_int8_sm90.configs(torch.int8, out):
+        for m, n, k in [(300, 272, 2048), (20_000, 272, 80), (12_000, 528, 784)]:
+            x, w = (integers(-127, 128, rows, k, device=device) for rows in (m, n))
+            y = torch.empty((m, n), dtype=out, device=device)
+            _gemm_int8_sm90.launch_gemm(x, k, w, k, y, Epilogue(scale_x=scale, scale_y=one), config)
+            expected = x.double() @ w.double().t() * (1 if scale is None else scale)
+            expected = expected.round().clamp(-127, 127) if out == torch.int8 else expected
+            assert torch.equal(y, expected.to(out)), config
 
 
 @pytest.mark.gpu
