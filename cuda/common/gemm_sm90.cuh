@@ -231,9 +231,9 @@ struct Pipeline {
 
             const int row = share * MI * 64 + 16 * warp + lane / 4;  // of the block's tile, for i = h = 0 (see acc)
             const int col = 2 * (lane % 4);
-            // Panels are a warp's own, 128-byte swizzled like the loads, PANELS of them in turn: one is written while the
-            // copy engine, which clips at the matrix's edge, reads the others. `words` is what this thread puts into a
-            // fourth of one, 32 bytes of every row.
+            // Panels are a warp's own, 128-byte swizzled like the loads, PANELS of them in turn: one is written while
+            // the copy engine, which clips at the matrix's edge, reads the others. `words` is what this thread puts into
+            // a fourth of one, 32 bytes of every row.
             char* const mine = y_tile + (consumer * 4 + warp) * PANELS * PANEL_BYTES;
             auto put = [&](int p, int m0, int n0, auto words) {
                 const int panel_m = m0 + (share * MI + p / (BN / COLS)) * 64 + 16 * warp;
@@ -426,7 +426,9 @@ struct Pipeline {
                         } else {
                             unsigned a[4], b[4];
 #pragma unroll
-                            for (int g = 0; g < 4; ++g) a[g] = packed(two(0, q * 4 + g)), b[g] = packed(two(1, q * 4 + g));
+                            for (int g = 0; g < 4; ++g) {
+                                a[g] = packed(two(0, q * 4 + g)), b[g] = packed(two(1, q * 4 + g));
+                            }
                             const uint2 first = gather_eight(a, lane % 4), second = gather_eight(b, lane % 4);
                             return make_uint4(first.x, first.y, second.x, second.y);
                         }
