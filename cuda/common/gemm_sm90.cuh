@@ -289,6 +289,7 @@ struct Pipeline {
                     continue;
                 }
                 Sum acc[MI][BN / 2];
+                // A block may have no part of a divided K. (Of PARTS, without a first value products wait for each other.)
                 if ((SPLIT > 1 || PARTS == 2) && k_count == 0) zero(acc);
                 // A parity tells two phases apart, no more: a consumer may not wait for its stages while the other's are
                 // still to come.
