@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 
 from qsparse.kernels._face import C_FLOATS
-from qsparse.kernels._load import launch
+from qsparse.kernels._load import following, launch
 
 SOURCE = "gemm_weight_only_sm80.cu"
 _DTYPES = (torch.float16, torch.bfloat16)
@@ -21,8 +21,7 @@ _BLOCK = 32  # columns that a warp multiplies at a time: groups of columns are m
 _UNIT = 4 * _BLOCK  # columns of a slice that a warp has are multiples of it
 _SUM_BLOCK = 256
 _SPLITS = 16
-_PRODUCT = struct.Struct("@PqiPqiPiiIPPiiiii0P")
-PRODUCT = f"{_PRODUCT.size}s"  # of the kernels' first parameter
+_PRODUCT = struct.Struct("@PqiPqiPiiIPPiiiii0P")  # the kernel's first parameter, ``Product`` in C++
 
 
 @dataclass(frozen=True)
@@ -75,27 +74,31 @@ class Config:
     @property
     def shared(self) -> int:
         """Dynamic shared memory a block, in bytes."""
-        return self.stages * (self.slice_bytes + self.bm * self.bk * 2)
+        scales = self.bn * (self.bk // _UNIT) * 4
+        return self.stages * (self.slice_bytes + self.bm * self.bk * 2 + scales)
 
     def tiles_of(self, m: int, n: int) -> int:
         """Tiles of an (m, n) product."""
         return -(-m // self.bm) * -(-n // self.bn)
 
-    def instance(self, dtype: torch.dtype, tier: str = "sm80") -> str:
+    def instance(self, dtype: torch.dtype) -> str:
         """The C++ name of the kernel."""
         sizes = f"{self.bits}, {self.bm}, {self.wn}, {self.tiles}, {self.wk}, {self.row}, {self.stages}"
-        return f"gemm_weight_only_{tier}<{C_FLOATS[dtype]}, {sizes}>"
+        return f"gemm_weight_only_sm80<{C_FLOATS[dtype]}, {sizes}>"
 
 
 CONFIGS = (
-    Config(8, 8, 4, 2, 2, 256, 3),  # 108 KB: 8.0, 9.0, 10.0
-    Config(4, 8, 4, 2, 2, 256, 2),  # 80 KB
-    Config(8, 16, 4, 2, 2, 256, 2),  # 80 KB
-    Config(4, 16, 4, 2, 2, 256, 2),  # 96 KB
-    Config(8, 32, 4, 2, 1, 128, 4),  # 96 KB
-    Config(4, 32, 4, 2, 1, 128, 3),  # 96 KB
-    Config(8, 64, 4, 2, 2, 256, 3),  # 192 KB: 9.0, 10.0
-    Config(4, 64, 4, 2, 2, 256, 2),  # 192 KB
+    Config(8, 8, 4, 2, 2, 256, 3),  # 111 KB: 8.0, 9.0, 10.0
+    Config(8, 8, 2, 2, 4, 512, 3),  # 123 KB
+    Config(4, 8, 4, 2, 2, 256, 2),  # 84 KB
+    Config(4, 8, 2, 2, 4, 512, 2),  # 100 KB: 8.0, 9.0, 10.0
+    Config(8, 16, 4, 2, 2, 256, 2),  # 82 KB
+    Config(8, 16, 2, 2, 4, 512, 4),  # 196 KB: 9.0, 10.0
+    Config(4, 16, 4, 2, 2, 128, 3),  # 75 KB
+    Config(8, 32, 4, 2, 1, 128, 4),  # 98 KB
+    Config(4, 32, 4, 2, 1, 128, 3),  # 99 KB
+    Config(8, 64, 4, 2, 2, 256, 3),  # 195 KB: 9.0, 10.0
+    Config(4, 64, 4, 2, 2, 256, 2),  # 196 KB
 )
 INSTANCES = (
     *(config.instance(dtype) for config in CONFIGS for dtype in _DTYPES),
@@ -152,37 +155,33 @@ def launch_gemm(
     split = split or 1
     sums = torch.empty((split, m, n), dtype=torch.float32, device=x.device) if split > 1 else None
     sums_address = 0 if sums is None else sums.data_ptr()
+    blocks, bias_address = (group or 0) // _BLOCK, 0 if bias is None else bias.data_ptr()
+    product = _PRODUCT.pack(
+        *(x.data_ptr(), ldx, _unit(x, 2 * ldx), w.data_ptr(), ldw, _unit(w, ldw), scale.data_ptr()),
+        *(scale.shape[1] if blocks else 1, blocks, -(-(2**32) // blocks) if blocks > 1 else 0),
+        *(bias_address, y.data_ptr(), m, n, k, relu, split),
+    )
     launch(
         x.device,
         SOURCE,
         config.instance(x.dtype),
-        PRODUCT + "P",
-        (product(x, ldx, w, ldw, scale, group, bias, y, relu, split), sums_address),
+        f"{_PRODUCT.size}sP",
+        (product, sums_address),
         grid=config.tiles_of(m, n) * split,
         block=config.threads,
         shared=config.shared,
     )
     if sums is not None:
-        launch(
-            x.device,
-            SOURCE,
-            f"gemm_weight_only_sum<{C_FLOATS[x.dtype]}>",
-            "PPPqiii",
-            (sums_address, 0 if bias is None else bias.data_ptr(), y.data_ptr(), m, n, relu, split),
-            grid=-(-m * n // _SUM_BLOCK),
-            block=_SUM_BLOCK,
-        )
-
-
-def product(x, ldx: int, w, ldw: int, scale, group: int | None, bias, y, relu: bool, split: int) -> bytes:
-    """The arguments of :func:`launch_gemm` as the kernels of both tiers take them, ``Product`` in C++."""
-    (m, k), n = x.shape, w.shape[0]
-    blocks = (group or 0) // _BLOCK
-    return _PRODUCT.pack(
-        *(x.data_ptr(), ldx, _unit(x, 2 * ldx), w.data_ptr(), ldw, _unit(w, ldw), scale.data_ptr()),
-        *(scale.shape[1] if blocks else 1, blocks, -(-(2**32) // blocks) if blocks > 1 else 0),
-        *(0 if bias is None else bias.data_ptr(), y.data_ptr(), m, n, k, relu, split),
-    )
+        with following():
+            launch(
+                x.device,
+                SOURCE,
+                f"gemm_weight_only_sum<{C_FLOATS[x.dtype]}>",
+                "PPPqiii",
+                (sums_address, bias_address, y.data_ptr(), m, n, relu, split),
+                grid=-(-m * n // _SUM_BLOCK),
+                block=_SUM_BLOCK,
+            )
 
 
 def _unit(a: torch.Tensor, row_bytes: int) -> int:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from qsparse.kernels import _gemm_weight_only_sm80, _gemm_weight_only_sm90
+from qsparse.kernels import _gemm_weight_only_sm80
 from qsparse.kernels._face import C_FLOATS, check_same_device, check_tensor, face, matrix, rows
 from qsparse.kernels._load import launch
 from qsparse.kernels.gemm import gemm
@@ -21,7 +21,6 @@ def _instance(dtype: torch.dtype, packed: bool) -> str:
 SOURCES = {
     "gemm_weight_only_simt.cu": tuple(_instance(dtype, packed) for dtype in C_FLOATS for packed in (False, True)),
     _gemm_weight_only_sm80.SOURCE: _gemm_weight_only_sm80.INSTANCES,
-    _gemm_weight_only_sm90.SOURCE: _gemm_weight_only_sm90.INSTANCES,
 }
 
 
@@ -63,17 +62,16 @@ def gemm_weight_only(x, w, scale, bias=None, *, group: int | None = None, relu: 
     relu : bool
         Replace negative outputs by zero; NaN stays NaN.
     tier : str, optional
-        "simt", "sm80" or "sm90": take no other, for tests and measurements.
+        "simt" or "sm80": take no other, for tests and measurements.
 
     Returns
     -------
     (M, N), dtype of ``x``, row-major.
 
     Up to 256 rows of float16 or bfloat16 ``x`` are multiplied by the integers themselves, which are read once, and
-    the sums of each group, in float32, by its scale (``sm80``; on Hopper, where two blocks divide K, ``sm90``, which
-    adds up their parts in one launch). More rows, float32, and groups of no multiple of 32 columns take ``simt``:
-    ``scale * q`` is written out, rounded to the dtype of ``x``, and :func:`qsparse.kernels.gemm` does the rest. Any
-    strides of ``w`` work; rows that start on 16 bytes are read fastest.
+    the sums of each group, in float32, by its scale (``sm80``). More rows, float32, and groups of no multiple of 32
+    columns take ``simt``: ``scale * q`` is written out, rounded to the dtype of ``x``, and
+    :func:`qsparse.kernels.gemm` does the rest. Any strides of ``w`` work; rows that start on 16 bytes are read fastest.
 
     A row of ``x`` that holds NaN or Inf gives NaN or Inf in its own outputs only. Raises TypeError and ValueError
     naming the argument.
@@ -100,19 +98,15 @@ def gemm_weight_only(x, w, scale, bias=None, *, group: int | None = None, relu: 
 
     (x, _, ldx), (w, _, ldw) = (matrix(a, k_major=True) for a in (x, w))
     scale, bias = rows(scale), None if bias is None else rows(bias)
-    best, possible = gemm_weight_only.tier(x.device), ["simt"]
-    if best != "simt" and _gemm_weight_only_sm80.supports(x, w, group):
+    possible = ["simt"]
+    if gemm_weight_only.tier(x.device) != "simt" and _gemm_weight_only_sm80.supports(x, w, group):
         possible.insert(0 if x.shape[0] <= _FEW_ROWS else 1, "sm80")
-    if best == "sm90" and _gemm_weight_only_sm90.supports(x, w, group):
-        first = x.shape[0] <= _FEW_ROWS and _gemm_weight_only_sm90.is_faster(x, w)
-        possible.insert(0 if first else len(possible), "sm90")
     if tier is not None and tier not in possible:
         raise ValueError(f"tier {tier!r} is not possible for these arrays on this GPU; {', '.join(possible)} are")
     if (tier or possible[0]) == "simt":
         return gemm(x, _dequantized(w, ldw, scale, group, x), bias, relu=relu)
     y = torch.empty((x.shape[0], n), dtype=x.dtype, device=x.device)
-    host = _gemm_weight_only_sm90 if (tier or possible[0]) == "sm90" else _gemm_weight_only_sm80
-    host.launch_gemm(x, ldx, w, ldw, scale, group, bias, y, relu=relu)
+    _gemm_weight_only_sm80.launch_gemm(x, ldx, w, ldw, scale, group, bias, y, relu=relu)
     return y
 
 

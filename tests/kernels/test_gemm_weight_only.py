@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from qsparse import kernels
-from qsparse.kernels import _gemm_weight_only_sm80, _gemm_weight_only_sm90
+from qsparse.kernels import _gemm_weight_only_sm80
 from qsparse.kernels.gemm_weight_only import pack_int4, unpack_int4
 from qsparse.oracles.gemm_weight_only import gemm_weight_only as oracle
 from qsparse.oracles.gemm_weight_only import integers as oracle_integers
@@ -190,7 +190,6 @@ def test_a_tile_for_every_shape_on_every_gpu(gpu, bits):
             assert config.shared <= GPUS[gpu][1]
             assert config.bm >= min(m, 32)
             assert 1 <= split <= max(1, -(-k // config.bk))
-            assert _gemm_weight_only_sm90.choose(bits, m, n, k, *GPUS[gpu])[1] <= 8
 
 
 def test_tiles_that_the_kernel_does_not_have_are_refused():
@@ -200,38 +199,33 @@ def test_tiles_that_the_kernel_does_not_have_are_refused():
         (8, 16, 4, 2, 2, 256, 1),
         (8, 16, 4, 2, 4, 256, 2),
         (8, 24, 8, 2, 2, 256, 2),
-        (8, 128, 8, 2, 2, 256, 2),
+        (8, 256, 8, 2, 2, 256, 2),
     ):
         with pytest.raises(ValueError, match=r"Config\(bits="):
             _gemm_weight_only_sm80.Config(*wrong)
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("tier", [_gemm_weight_only_sm80, _gemm_weight_only_sm90], ids=["sm80", "sm90"])
 @pytest.mark.parametrize("config", _gemm_weight_only_sm80.CONFIGS, ids=str)
-def test_every_tile_and_split(tier, config, normal, weights, check):
-    if tier is _gemm_weight_only_sm90 and kernels.gemm_weight_only.tier("cuda") != "sm90":
-        pytest.skip("the kernel is for Hopper")
+def test_every_tile_and_split(config, normal, weights, check):
     for split, group in ((1, None), (2, 128), (3, 96), (8, 256)):
         for dtype, (m, n, k) in ((torch.float16, (config.bm, 300, 1537)), (torch.bfloat16, (config.bm + 3, 129, 2048))):
             x, bias = normal(m, k, dtype=dtype, device="cuda"), normal(n, dtype=dtype, device="cuda")
             w, scale = weights(n, k, config.bits, group, "cuda")
             y = torch.empty((m, n), dtype=dtype, device="cuda")
             operands = (x, k, w, w.stride(0), scale, group, bias, y)
-            tier.launch_gemm(*operands, relu=True, config=config, split=split)
+            _gemm_weight_only_sm80.launch_gemm(*operands, relu=True, config=config, split=split)
             check(y, x, w, scale, bias, group=group, relu=True)
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("bits", BITS)
 def test_tiers_agree(bits, normal, weights, assert_close, to_numpy):
-    """What each tier chooses for shapes with and without a split."""
-    tiers = ("sm80", "sm90") if kernels.gemm_weight_only.tier("cuda") == "sm90" else ("sm80",)
+    """What the tensor cores' tier chooses for shapes with and without a split, and weights as floats again."""
     for m, n, k in ((1, 10, 784), (16, 512, 8192), (40, 1000, 4096)):
         x, (w, scale) = normal(m, k, dtype=torch.float16, device="cuda"), weights(n, k, bits, 128, "cuda")
         dense = to_numpy(kernels.gemm_weight_only(x, w, scale, group=128, tier="simt"))
-        for tier in tiers:
-            assert_close(kernels.gemm_weight_only(x, w, scale, group=128, tier=tier), dense)
+        assert_close(kernels.gemm_weight_only(x, w, scale, group=128, tier="sm80"), dense)
 
 
 @pytest.mark.parametrize("packed", [True, False], ids=["torch._weight_int8pack_mm", "chunks"])
