@@ -13,7 +13,8 @@ from qsparse.kernels._train_mlp_sm90 import PARTS, template
 SOURCE = "train_mlp_grid_sm90.cu"
 _CLASSES = 16  # the most that it takes
 _BLOCKS, _CLUSTER, _THREADS, _TILE = 128, 2, 256, 128  # a block owns a tile of so many weights each way
-_STAGES, _WEIGHTS = 96 * 1024, 4 * _TILE * _TILE  # bytes of shared memory
+_LAYERS = 54  # the most that it takes
+_STAGES, _WEIGHTS, _TABLE = 96 * 1024, 4 * _TILE * _TILE, 16 + 56 * _LAYERS  # bytes of shared memory
 _HEAD_SUMS, _GROUP = 8 * 1024, 16
 _BATCH = 1024  # the largest: beyond it the few blocks that own weights have too much to add up
 
@@ -27,10 +28,11 @@ INSTANCES = tuple(itertools.starmap(instance, itertools.product(PARTS, (False, T
 
 def supports(images, parameters, velocities, mask, sizes: tuple[int, ...], batch: int, precision: str) -> bool:
     """Whether the blocks can hold the weights, each of them the head's, and are fastest."""
-    if len(sizes) < 3 or mask is not None or sizes[-1] > _CLASSES or images.data_ptr() % 8:
+    layers = len(sizes) - 1
+    if not 2 <= layers <= _LAYERS or mask is not None or sizes[-1] > _CLASSES or images.data_ptr() % 8:
         return False
     tiles = sum(-(-k // _TILE) * -(-n // _TILE) for k, n in itertools.pairwise(sizes))
-    head = _HEAD_SUMS + PARTS[precision] * 2 * _CLASSES * (24 + _line(sizes[-2]) + 8)
+    head = _HEAD_SUMS + PARTS[precision] * 2 * _CLASSES * (24 + (_line(sizes[-2]) + 31) // 64 * 64 + 32)
     return batch <= _BATCH and tiles <= _BLOCKS and head <= _STAGES
 
 
@@ -48,7 +50,7 @@ def _prepare(device: int, precision: str, momentum: bool):
         "PPPPPPPPPPiiiffff",
         _BLOCKS,
         _THREADS,
-        _STAGES + _WEIGHTS * (1 + momentum),
+        _STAGES + _WEIGHTS * (1 + momentum) + _TABLE,
         cluster=_CLUSTER,
         cooperative=True,
     )
