@@ -6,7 +6,9 @@
 //   two exchanges a step   a block's units give it a share of the second layer's sums of every image. It sends those of
 //                          image m to block m / 4, which adds up the shares, finishes the second layer and the head of
 //                          its four images and sends both, the second layer and the gradient by the logits, to
-//                          everybody. All blocks then know all that the gradients of w2 and w3 are made of.
+//                          everybody. All blocks then know all that the gradients of w2 and w3 are made of. Who has
+//                          received all shares knows that everybody has left the last images, and fetches its four of
+//                          the next for all.
 //   beside the sweep       while 14 warps sweep, two move the block's columns of w2, whose floats lie in shared memory,
 //                          and its own copy of w3, which lies in their registers.
 //   one place, two uses    the images of a batch make room, when it is done, for the sums of the sweep, and these for
@@ -19,7 +21,7 @@
 
 // --- beside the sweep: what one of two warps moves ----------------------------------------------------------------
 
-// Its half of this block's columns of w2, 16 units; the first one b2 too.
+// Its half of this block's columns of w2, 16 units, and every second tile of b2.
 __device__ __forceinline__ void move_second(Shared& shared, int lane, int half, int width, float mean, float rate,
                                             float weight_decay) {
     const int g = lane / 4, t = lane % 4;
@@ -29,23 +31,29 @@ __device__ __forceinline__ void move_second(Shared& shared, int lane, int half, 
     for (int q = 0; q < SLICES; ++q)
         load_matrices<true>(b[q],
                             shared_address(shared.hidden + swizzled<64>(q * 16 + lane % 16, half * 2 + lane / 16)));
-#pragma unroll 2
-    for (int first = 0; first < width; first += 16) {
-        float4* const place = &shared.w2_floats[half][first / 16][0][lane];
-        unsigned a[SLICES][4];
+    unsigned a[SLICES][4];
+    const auto load = [&](int first) {
 #pragma unroll
         for (int q = 0; q < SLICES; ++q)
             load_transposed(a[q], lane, [&](int k, int half) {
                 return shared_address(&shared.d_second[q * 16 + k][first + half * 8]);
             });
+    };
+    load(0);
+#pragma unroll 1
+    for (int first = 0; first < width; first += 16) {
+        float4* const place = &shared.w2_floats[half][first / 16][0][lane];
         float4 w[2] = {place[0], place[WARP]};
         float sums[2][4] = {}, by_b[4] = {};
+        const bool with_bias = first / 16 % 2 == half;
 #pragma unroll
-        for (int q = 0; q < SLICES; ++q) {
+        for (int q = 0; q < SLICES; ++q)
 #pragma unroll
             for (int j = 0; j < 2; ++j) mma<__half>(sums[j], a[q], b[q][2 * j], b[q][2 * j + 1]);
-            if (half == 0) mma<__half>(by_b, a[q], ONE, ONE);
-        }
+        if (with_bias)
+#pragma unroll
+            for (int q = 0; q < SLICES; ++q) mma<__half>(by_b, a[q], ONE, ONE);
+        if (first + 16 < width) load(first + 16);  // before what follows is stored
 #pragma unroll
         for (int j = 0; j < 2; ++j) {
             descend(w[j].x, sums[j][0] * mean, rate, weight_decay);
@@ -57,7 +65,7 @@ __device__ __forceinline__ void move_second(Shared& shared, int lane, int half, 
             *reinterpret_cast<unsigned*>(line) = halves(w[j].x * W_SCALE, w[j].y * W_SCALE);
             *reinterpret_cast<unsigned*>(line + 8 * 64) = halves(w[j].z * W_SCALE, w[j].w * W_SCALE);
         }
-        if (half == 0 && t == 0) {
+        if (with_bias && t == 0) {
             descend(shared.b2[first + g], by_b[0] * mean, rate, weight_decay);
             descend(shared.b2[first + g + 8], by_b[2] * mean, rate, weight_decay);
         }
@@ -108,23 +116,31 @@ struct Head {
             }
         }
         // Beyond the width, too: nobody reads what comes of it.
+        unsigned b[2][SLICES / 2][4];
+        const auto load = [&](int i) {
+#pragma unroll
+            for (int q = 0; q < SLICES / 2; ++q)
+                load_matrices<true>(b[i % 2][q], shared_address(&shared.second[q * 32 + lane][(2 * i + half) * 8]));
+        };
+        load(0);
 #pragma unroll
         for (int i = 0; i < COUNT; ++i) {
+            if (i % 2 == 0) asm volatile("" : "+r"(lane));  // else all addresses wait in registers
             const int first = (2 * i + half) * 8;
+            if (i + 1 < COUNT) load(i + 1);  // before this tile is stored
             float sum[4] = {};
 #pragma unroll
-            for (int q = 0; q < SLICES; q += 2) {
-                unsigned b[4];
-                load_matrices<true>(b, shared_address(&shared.second[q * 16 + lane][first]));
-                mma<__half>(sum, a[q], b[0], b[1]);
-                mma<__half>(sum, a[q + 1], b[2], b[3]);
+            for (int q = 0; q < SLICES / 2; ++q) {
+                mma<__half>(sum, a[2 * q], b[i % 2][q][0], b[i % 2][q][1]);
+                mma<__half>(sum, a[2 * q + 1], b[i % 2][q][2], b[i % 2][q][3]);
             }
             descend(w[i].x, sum[0] * mean, rate, weight_decay), descend(w[i].y, sum[1] * mean, rate, weight_decay);
             descend(w[i].z, sum[2] * mean, rate, weight_decay), descend(w[i].w, sum[3] * mean, rate, weight_decay);
             // Turned, a lane has two classes of one column.
-            unsigned* const line = reinterpret_cast<unsigned*>(shared.w3[first + g]) + t;
-            line[0] = transposed(halves(w[i].x * W_SCALE, w[i].y * W_SCALE));
-            line[4] = transposed(halves(w[i].z * W_SCALE, w[i].w * W_SCALE));
+            reinterpret_cast<unsigned*>(shared.w3_at(first + g, 0))[t] =
+                transposed(halves(w[i].x * W_SCALE, w[i].y * W_SCALE));
+            reinterpret_cast<unsigned*>(shared.w3_at(first + g, 1))[t] =
+                transposed(halves(w[i].z * W_SCALE, w[i].w * W_SCALE));
         }
     }
 };
@@ -169,7 +185,7 @@ train_mlp_two_sm90(const unsigned char* __restrict__ images, const long long* __
     }
     for (int i = threadIdx.x; i < width * CLASSES; i += THREADS) {
         const int row = i / CLASSES, k = i % CLASSES;
-        put(&shared.w3[row][k], row < second_units && k < classes ? w3[k * second_units + row] : 0.0f);
+        put(shared.w3_at(row, k / 8) + k % 8 * 2, row < second_units && k < classes ? w3[k * second_units + row] : 0.0f);
     }
     for (int i = threadIdx.x; i < UNIT_TILES * SLICES * WARP; i += THREADS) (&shared.d_hidden[0][0][0])[i] = {};
     for (int i = threadIdx.x; i < UNIT_TILES * TILES * 16; i += THREADS) (&shared.d_hidden_sums[0][0][0])[i] = 0.0f;
@@ -183,7 +199,7 @@ train_mlp_two_sm90(const unsigned char* __restrict__ images, const long long* __
     const int unit_tile = warp / TILES, tile = warp % TILES;  // of the hidden layer
     const int row = warp / 4, quarter = warp % 4;             // of the block's images
     // All warps, from the sums of a sweep to the gradient before the ReLU.
-    const auto between = [&](int step, auto fetch) {
+    const auto between = [&](int step) {
         __syncthreads();  // the sums are whole, w2 and w3 have moved
         asm volatile("" : "+r"(lane));  // else all addresses of a step are computed once, and fill the registers
         const int count = min(batch, rows - step * batch), parity = step % 2;
@@ -192,16 +208,16 @@ train_mlp_two_sm90(const unsigned char* __restrict__ images, const long long* __
         __syncthreads();
         if (rank < active) share_second(shared, lane, warp, width);
         else if (threadIdx.x < BLOCKS) mbarrier_arrive_at(&shared.sums_full, threadIdx.x);
-        fetch();  // of batch step + 1, into the place of the sums
         mbarrier_wait(&shared.sums_full, parity);
+        fetch(shared, lane, warp, images, step + 1, min(batch, rows - (step + 1) * batch));  // where the sums were
         finish_second(shared, lane, row, quarter, width, active);
-        if (quarter > 0) {
+        if (quarter != row) {  // the warps that go on share no scheduler
             barrier_arrive(1 + row, 4 * WARP);
         } else {
             barrier_sync(1 + row, 4 * WARP);
             const int image = rank * ROWS + row;
-            finish_logits(shared, lane, row, image < count, shared.labels[step % 3][row], classes,
-                             losses + static_cast<long long>(step) * batch + image);
+            finish_logits(shared, lane, row, width, image < count, shared.labels[step % 3][row], classes,
+                          losses + static_cast<long long>(step) * batch + image);
         }
         send_second(shared, lane, row, quarter, width);
         mbarrier_wait(&shared.second_full, parity);
@@ -214,6 +230,13 @@ train_mlp_two_sm90(const unsigned char* __restrict__ images, const long long* __
         tile_gradient(shared, lane, width, unit_tile, tile, y);
         __syncthreads();
     };
+
+    Announcer announcer(shared, labels, order, warp == WARPS - 1 ? rows : 0, batch);
+    if (warp == WARPS - 1) announcer.announce();
+    __syncthreads();
+    fetch(shared, lane, warp, images, 0, min(batch, rows));
+    __syncthreads();
+    if (warp == WARPS - 1) announcer.announce();
 
     if (warp < SWEEPERS) {
         const int own_tile = warp / PARTITION, part = warp % PARTITION, first_pixel = part * GROUPS * 16;
@@ -271,7 +294,7 @@ train_mlp_two_sm90(const unsigned char* __restrict__ images, const long long* __
         });
         // Before the first batch nothing moves: its gradient is zero.
         for (int step = -1; step < steps; ++step) {
-            if (step >= 0) between(step, [] {});
+            if (step >= 0) between(step);
             const int count = min(batch, rows - step * batch), g = lane / 4;
             const float mean = 1.0f / (D_SCALE * static_cast<float>(count)), rate = step < 0 ? 0.0f : rates[step];
             float2 sums = {};
@@ -299,14 +322,11 @@ train_mlp_two_sm90(const unsigned char* __restrict__ images, const long long* __
         });
     } else {
         const int half = warp - SWEEPERS;
-        Fetcher fetcher(shared, images, labels, order, rows, batch);
-        if (half == 1) fetcher.fetch();
         Head head = {};
         head.in_memory(lane, half, width, classes, second_units, [&](float& v, int at) { v = w3[at]; });
         for (int step = 0; step < steps; ++step) {
-            between(step, [&] {
-                if (half == 1) fetcher.fetch();
-            });
+            between(step);
+            if (half == 1) announcer.announce();
             const int count = min(batch, rows - step * batch);
             const float mean = 1.0f / (D_SCALE * static_cast<float>(count)), rate = rates[step];
             move_second(shared, lane, half, width, mean, rate, weight_decay);

@@ -30,20 +30,24 @@ struct Shared {
     float4 w2_floats[2][WIDTH / 16][2][WARP];              // the same, in the layout of mma's sums
     alignas(16) unsigned short second[BATCH][WIDTH + 8];   // the second layer, and its gradient before the ReLU
     alignas(16) unsigned short d_second[BATCH][WIDTH + 8];
-    alignas(16) unsigned short w3[WIDTH][CLASSES];         // times W_SCALE
+    alignas(128) unsigned char w3[WIDTH * CLASSES * 2];    // columns x classes, swizzled by pairs: times W_SCALE
     alignas(16) __half sums[BLOCKS][ROWS][WIDTH];          // the blocks' shares of the second layer
     uint4 d_hidden[UNIT_TILES][SLICES][WARP];              // the gradient before the first ReLU, as operands of mma
     float d_hidden_sums[UNIT_TILES][TILES][16];
     alignas(16) unsigned short d_logits[BATCH][CLASSES];
     alignas(16) unsigned short rows[ROWS][WIDTH];          // of the second layer, before they are sent
     alignas(16) unsigned short d_rows[ROWS][CLASSES];
-    float logits[ROWS][4][CLASSES];
     alignas(16) float b1[UNITS], b2[WIDTH], b3[CLASSES];
-    int labels[3][ROWS];
+    int coming[ROWS], labels[3][ROWS];                     // of the block's own images of a batch; none is -1
     unsigned long long images_full[2], sums_full, second_full;
 
     // The chunk of 16 bytes with units 8 `chunk` and up.
     __device__ __forceinline__ unsigned char* w2_at(int row, int chunk) { return w2 + swizzled<64>(row, chunk); }
+
+    // The chunk with classes 8 `half` and up of a column: two columns share a line of 64 bytes.
+    __device__ __forceinline__ unsigned char* w3_at(int column, int half) {
+        return w3 + swizzled<64>(column / 2, column % 2 * 2 + half);
+    }
 };
 static_assert(sizeof(Shared) <= SHARED_BYTES, "the host asks for SHARED_BYTES");
 
@@ -134,57 +138,57 @@ __device__ __forceinline__ void sweep(Weights& weights, const Gradient& gradient
 
 // --- images -------------------------------------------------------------------------------------------------------
 
-// Fetches all images of batch after batch by the copy engine, and the labels of those that this block finishes. Which
-// come is loaded ahead, so that a call waits for nothing.
-struct Fetcher {
+// One warp tells which of a batch's images this block fetches and finishes, and their labels. They are loaded ahead, so
+// that a call waits for nothing.
+struct Announcer {
     Shared& shared;
-    const unsigned char* images;
     const long long *labels, *order;
     int rows, batch, next = 0;
-    long long now[2], own;  // images of the batch `next`, and, a batch ahead of it, the one with this lane's label
-    int label;              // in the batch `next`
+    int now, later;        // the lane's image of the batch `next`, and of the one behind it
+    int label;             // in the batch `next`
 
-    __device__ __forceinline__ long long image(int step, int row) const {
+    __device__ __forceinline__ int image(int step) const {
+        const int lane = threadIdx.x % WARP, row = cluster_rank() * ROWS + lane;
         const long long at = static_cast<long long>(step) * batch + row;
-        return row < batch && at < rows ? order[at] : -1;
-    }
-
-    __device__ __forceinline__ long long own_image(int step) const {
-        const int lane = threadIdx.x % WARP;
-        return lane < ROWS ? image(step, cluster_rank() * ROWS + lane) : -1;
+        return lane < ROWS && row < batch && at < rows ? static_cast<int>(order[at]) : -1;
     }
 
     __device__ __forceinline__ void look_ahead() {
-        const int lane = threadIdx.x % WARP;
-        now[0] = image(next, lane), now[1] = image(next, lane + WARP);
-        const long long given = own < 0 ? -1 : labels[own];
+        now = later;
+        const long long given = now < 0 ? -1 : labels[now];
         label = given >= 0 && given < CLASSES ? static_cast<int>(given) : -1;
-        own = own_image(next + 1);
+        later = image(next + 1);
     }
 
-    __device__ __forceinline__ Fetcher(Shared& shared, const unsigned char* images, const long long* labels,
-                                       const long long* order, int rows, int batch)
-        : shared(shared), images(images), labels(labels), order(order), rows(rows), batch(batch) {
-        own = own_image(0);
+    __device__ __forceinline__ Announcer(Shared& shared, const long long* labels, const long long* order, int rows,
+                                         int batch)
+        : shared(shared), labels(labels), order(order), rows(rows), batch(batch) {
+        later = image(0);
         look_ahead();
     }
 
-    // Only when the block has left what was in this place.
-    __device__ __forceinline__ void fetch() {
-        const int lane = threadIdx.x % WARP, stage = next % 2;
-        const int count = min(batch, rows - next * batch);
-        if (count <= 0) return;
-        if (lane == 0) mbarrier_expect_bytes(&shared.images_full[stage], count * INPUTS);
-        if (lane < ROWS) shared.labels[next % 3][lane] = label;
-        __syncwarp();
-        for (int i = 0; i < 2; ++i)
-            if (now[i] >= 0)
-                bulk_load(shared.stages[stage].images[lane + i * WARP], images + now[i] * INPUTS, INPUTS,
-                          &shared.images_full[stage]);
+    // Only when the block has fetched the batch before.
+    __device__ __forceinline__ void announce() {
+        const int lane = threadIdx.x % WARP;
+        if (lane < ROWS) shared.coming[lane] = now, shared.labels[next % 3][lane] = label;
         ++next;
         look_ahead();
     }
 };
+
+// Four warps fetch an image each of those that were announced, by the copy engine, for all blocks: only when all have
+// left what was in their place.
+__device__ __forceinline__ void fetch(Shared& shared, int lane, int warp, const unsigned char* images, int step,
+                                      int count) {
+    unsigned long long* const full = &shared.images_full[step % 2];
+    if (threadIdx.x == 0 && count > 0) mbarrier_expect_bytes(full, count * INPUTS);
+    if (warp % 4 == 3 && lane == 0) {
+        const int row = warp / 4, image = shared.coming[row];
+        if (image >= 0)
+            bulk_load_multicast(shared.stages[step % 2].images[cluster_rank() * ROWS + row],
+                                images + static_cast<long long>(image) * INPUTS, INPUTS, full, (1 << BLOCKS) - 1);
+    }
+}
 
 // --- the phases of a step -----------------------------------------------------------------------------------------
 
@@ -216,8 +220,15 @@ __device__ __forceinline__ void share_second(Shared& shared, int lane, int warp,
 #pragma unroll
     for (int k = 0; k < 2; ++k)
         load_matrices<false>(a[k], shared_address(shared.hidden + swizzled<64>(images + lane % 16, k * 2 + lane / 16)));
-#pragma unroll 1
-    for (int first = warp / 4 * 32; first < width; first += 128) {
+    unsigned there[2], full[2];  // the images' place with the blocks that finish them
+#pragma unroll
+    for (int h = 0; h < 2; ++h) {
+        const unsigned owner = (images + g + 8 * h) / ROWS;
+        there[h] = cluster_address(&shared.sums[cluster_rank()][g % ROWS][0], owner);
+        full[h] = cluster_address(&shared.sums_full, owner);
+    }
+    const int first = warp / 4 * 32;
+    if (first < width) {
         float acc[4][4] = {};
 #pragma unroll
         for (int j = 0; j < 4; ++j) {
@@ -228,104 +239,116 @@ __device__ __forceinline__ void share_second(Shared& shared, int lane, int warp,
             for (int k = 0; k < 2; ++k) mma<__half>(acc[j], a[k], b[2 * k], b[2 * k + 1]);
         }
 #pragma unroll
-        for (int h = 0; h < 2; ++h) {
-            const unsigned owner = (images + g + 8 * h) / ROWS;
-            cluster_send(cluster_address(&shared.sums[cluster_rank()][g % ROWS][first + 8 * t], owner),
+        for (int h = 0; h < 2; ++h)
+            cluster_send(there[h] + (first + 8 * t) * 2,
                          uint4{halves(acc[0][2 * h], acc[0][2 * h + 1]),
                                halves(acc[1][2 * h], acc[1][2 * h + 1]),
                                halves(acc[2][2 * h], acc[2][2 * h + 1]),
                                halves(acc[3][2 * h], acc[3][2 * h + 1])},
-                         cluster_address(&shared.sums_full, owner));
-        }
+                         full[h]);
     }
-}
-
-// Add lanes 2 COUNT apart, each of which then has half of the sums.
-template <int COUNT> __device__ __forceinline__ void halve(float* sums, int lane) {
-    const bool upper = lane & (2 * COUNT);
+    if (width > 128) {
+        const int column = 128 + warp / 4 * 8;
+        float acc[4] = {};
+        unsigned b[4];
+        load_matrices<false>(b, shared_address(shared.w2_at(column + lane % 8, lane / 8)));
 #pragma unroll
-    for (int i = 0; i < COUNT; ++i) {
-        const float low = sums[i], high = sums[i + COUNT];
-        const float give = upper ? low : high, keep = upper ? high : low;
-        sums[i] = keep + __shfl_xor_sync(~0u, give, 2 * COUNT);
+        for (int k = 0; k < 2; ++k) mma<__half>(acc, a[k], b[2 * k], b[2 * k + 1]);
+        // Of two lanes with four columns of two rows each takes a row.
+        const unsigned low = halves(acc[0], acc[1]), high = halves(acc[2], acc[3]);
+        const int h = t % 2;
+        const unsigned other = __shfl_xor_sync(~0u, h ? low : high, 1);
+        cluster_send((h ? there[1] : there[0]) + (column + t / 2 * 4) * 2, __uint_as_float(h ? other : low),
+                     __uint_as_float(h ? high : other), h ? full[1] : full[0]);
     }
-    if constexpr (COUNT > 1) halve<COUNT / 2>(sums, lane);
 }
 
-// The second layer of one image by four warps, each a quarter of its columns, two a lane; and what it adds to the logits.
+// The second layer of one image by four warps, each a quarter of its columns, two a lane.
 __device__ __forceinline__ void finish_second(Shared& shared, int lane, int row, int quarter, int width, int active) {
     const int share = width / 4, column = quarter * share + 2 * lane;
-    float2 y = {};
     if (2 * lane < share) {
-#pragma unroll 5
-        for (int i = 0; i < active; ++i) {
+        float2 y = {};
+#pragma unroll
+        for (int i = 0; i < BLOCKS; ++i) {
+            if (i >= active) break;
             const float2 v = __half22float2(*reinterpret_cast<const __half2*>(&shared.sums[i][row][column]));
             y.x += v.x, y.y += v.y;
         }
         const float2 b = *reinterpret_cast<const float2*>(&shared.b2[column]);
-        y = {relu_of(fmaf(y.x, 1.0f / W_SCALE, b.x)), relu_of(fmaf(y.y, 1.0f / W_SCALE, b.y))};
-        *reinterpret_cast<unsigned*>(&shared.rows[row][column]) = halves(y.x, y.y);
+        *reinterpret_cast<unsigned*>(&shared.rows[row][column]) =
+            halves(relu_of(fmaf(y.x, 1.0f / W_SCALE, b.x)), relu_of(fmaf(y.y, 1.0f / W_SCALE, b.y)));
     }
-    float logits[CLASSES] = {};
-    if (2 * lane < share)
-#pragma unroll
-        for (int e = 0; e < 2; ++e)
-#pragma unroll
-            for (int half = 0; half < 2; ++half) {
-                const uint4 v = reinterpret_cast<const uint4*>(shared.w3[column + e])[half];
-                const unsigned w[4] = {v.x, v.y, v.z, v.w};
-#pragma unroll
-                for (int i = 0; i < 4; ++i) {
-                    const float2 two = floats_of<__half>(w[i]);
-                    float* const sum = &logits[half * 8 + 2 * i];
-                    sum[0] = fmaf(e ? y.y : y.x, two.x, sum[0]), sum[1] = fmaf(e ? y.y : y.x, two.y, sum[1]);
-                }
-            }
-    halve<CLASSES / 2>(logits, lane);  // lane l is left with class l / 2
-    logits[0] += __shfl_xor_sync(~0u, logits[0], 1);
-    if (lane % 2 == 0) shared.logits[row][quarter][lane / 2] = logits[0];
     __syncwarp();
 }
 
 // A quarter of the second layer of one image, to every block.
 __device__ __forceinline__ void send_second(Shared& shared, int lane, int row, int quarter, int width) {
-    const int first = quarter * (width / 4), chunks = width / 4 / 8;
-    for (int i = lane; i < chunks * BLOCKS; i += WARP) {
-        const int to = i % BLOCKS, at = first + i / BLOCKS * 8;
-        const uint4 v = *reinterpret_cast<const uint4*>(&shared.rows[row][at]);
-        cluster_send(cluster_address(&shared.second[cluster_rank() * ROWS + row][at], to), v,
-                     cluster_address(&shared.second_full, to));
-    }
+    const int first = quarter * (width / 4), chunks = width / 4 / 8, to = lane % BLOCKS;
+    const unsigned full = cluster_address(&shared.second_full, to);
+    const unsigned row_there = cluster_address(&shared.second[cluster_rank() * ROWS + row][first], to);
+    for (int chunk = lane / BLOCKS; chunk < chunks; chunk += WARP / BLOCKS)
+        cluster_send(row_there + chunk * 16, *reinterpret_cast<const uint4*>(&shared.rows[row][first + chunk * 8]), full);
 }
 
-// The softmax of one image by one warp, and the gradient by its logits (times D_SCALE) to every block. A row beyond
+// The largest of a warp's values; NaN if there is one: the order of floats is that of their bits, turned where negative.
+__device__ __forceinline__ float warp_max(float v) {
+    const auto turned = [](int bits) { return bits < 0 ? bits ^ 0x7fffffff : bits; };
+    const int bits = v == v ? turned(__float_as_int(v)) : 0x7fffffff;
+    return __int_as_float(turned(__reduce_max_sync(~0u, bits)));
+}
+
+// The logits of one image by one warp, their softmax, and the gradient by them (times D_SCALE) to every block. A row beyond
 // the batch has the gradient zero; a label that is none gives NaN.
-__device__ __forceinline__ void finish_logits(Shared& shared, int lane, int row, bool inside, int label, int classes,
-                                              float* loss) {
-    const int k = lane % CLASSES;
-    float sum = 0.0f;
+__device__ __forceinline__ void finish_logits(Shared& shared, int lane, int row, int width, bool inside, int label,
+                                              int classes, float* loss) {
+    const int g = lane / 4, t = lane % 4;
+    const unsigned w_at = shared_address(shared.w3_at(lane / 16 * 8 + lane % 8, lane / 8 % 2));
+    float sums[2][4] = {};  // classes x images, of which every column is this image
 #pragma unroll
-    for (int i = 0; i < 4; ++i) sum += shared.logits[row][i][k];
-    const float logit = k < classes ? fmaf(sum, 1.0f / W_SCALE, shared.b3[k]) : -infinity();
-    float largest = logit;
+    for (int first = 0; first < WIDTH; first += 32) {
+        if (first >= width) break;
 #pragma unroll
-    for (int step = 8; step > 0; step /= 2) largest = fmaxf(largest, __shfl_xor_sync(~0u, largest, step));
-    const float shifted = logit - largest, e = k < classes ? __expf(shifted) : 0.0f;
-    float total = e;
+        for (int k = 0; k < 2; ++k) {
+            unsigned w[4];
+            load_matrices<true>(w, w_at + (first + k * 16) * (CLASSES * 2));
+            const auto* const y = reinterpret_cast<const unsigned*>(&shared.rows[row][first + k * 16 + 2 * t]);
+            mma<__half>(sums[k], w, y[0], y[4]);
+        }
+    }
+    float logit[2], e[2], d[2];
 #pragma unroll
-    for (int step = 8; step > 0; step /= 2) total += __shfl_xor_sync(~0u, total, step);
+    for (int i = 0; i < 2; ++i) {
+        const int k = g + 8 * i;
+        const float sum = sums[0][2 * i] + sums[1][2 * i];
+        logit[i] = k < classes ? fmaf(sum, 1.0f / W_SCALE, shared.b3[k]) : -infinity();
+    }
+    const float largest = warp_max(max_nan(logit[0], logit[1]));
+#pragma unroll
+    for (int i = 0; i < 2; ++i) e[i] = g + 8 * i < classes ? __expf(logit[i] - largest) : 0.0f;
+    // The sum as an integer, of 25 bits below the point; four lanes have the same classes.
+    constexpr float ONE = 1 << 25;
+    const float total = static_cast<float>(__reduce_add_sync(~0u, __float2uint_rn((e[0] + e[1]) * ONE))) * (0.25f / ONE);
     const bool valid = label >= 0 && label < classes;
-    float d = inside && k < classes ? (__fdividef(e, total) - (k == label ? 1.0f : 0.0f)) * D_SCALE : 0.0f;
-    if (inside && !valid) d = not_a_number();
-    // Two neighbours make a word, four words the 16 bytes that a lane sends to one block.
-    const float next = __shfl_down_sync(~0u, d, 1);
-    if (lane < CLASSES && lane % 2 == 0) *reinterpret_cast<unsigned*>(&shared.d_rows[row][k]) = halves(d, next);
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+        const int k = g + 8 * i;
+        d[i] = inside && k < classes ? (__fdividef(e[i], total) - (k == label ? 1.0f : 0.0f)) * D_SCALE : 0.0f;
+        if (inside && !valid) d[i] = not_a_number();
+    }
+    if (t == 0) {
+        const unsigned both = halves(d[0], d[1]);
+        shared.d_rows[row][g] = static_cast<unsigned short>(both);
+        shared.d_rows[row][g + 8] = static_cast<unsigned short>(both >> 16);
+    }
     __syncwarp();
     const unsigned to = lane / 2, chunk = lane % 2;
     const uint4 v = reinterpret_cast<const uint4*>(shared.d_rows[row])[chunk];
     cluster_send(cluster_address(&shared.d_logits[cluster_rank() * ROWS + row][chunk * 8], to), v,
                  cluster_address(&shared.second_full, to));
-    if (inside && lane == (valid ? label : 0)) *loss = valid ? logf(total) - shifted : not_a_number();
+#pragma unroll
+    for (int i = 0; i < 2; ++i)
+        if (inside && t == 0 && g + 8 * i == (valid ? label : 0))
+            *loss = valid ? __logf(total) - (logit[i] - largest) : not_a_number();
 }
 
 // mma's first operand, 16 x 16, out of memory that holds it transposed: `at(k, half)` is the address of 8 values of line
@@ -342,7 +365,7 @@ __device__ __forceinline__ void second_gradient(Shared& shared, int lane, int wa
 #pragma unroll 1
     for (int first = warp / 4 * 16; first < width; first += 64) {
         unsigned b[4], y[2][2];
-        load_matrices<false>(b, shared_address(&shared.w3[first + lane / 16 * 8 + lane % 8][lane / 8 % 2 * 8]));
+        load_matrices<false>(b, shared_address(shared.w3_at(first + lane / 16 * 8 + lane % 8, lane / 8 % 2)));
 #pragma unroll
         for (int j = 0; j < 2; ++j)
 #pragma unroll
@@ -370,15 +393,15 @@ __device__ __forceinline__ void tile_gradient(Shared& shared, int lane, int widt
                                               uint2 hidden) {
     const int g = lane / 4;
     float sums[2][4] = {};
-#pragma unroll 5
-    for (int first = 0; first < width; first += 32) {
-        unsigned a[2][4], b[4];
-        load_matrices<false>(b, shared_address(&shared.d_second[tile * 8 + lane % 8][first + lane / 8 * 8]));
+    const unsigned d_at = shared_address(&shared.d_second[tile * 8 + lane % 8][lane / 8 * 8]);
+    const unsigned w_at = shared_address(shared.w2_at(lane / 16 * 8 + lane % 8, unit_tile * 2 + lane / 8 % 2));
 #pragma unroll
-        for (int k = 0; k < 2; ++k)
-            load_transposed(a[k], lane, [&](int line, int half) {
-                return shared_address(shared.w2_at(first + k * 16 + line, unit_tile * 2 + half));
-            });
+    for (int first = 0; first < WIDTH; first += 32) {
+        if (first >= width) break;
+        unsigned a[2][4], b[4];
+        load_matrices<false>(b, d_at + first * 2);
+#pragma unroll
+        for (int k = 0; k < 2; ++k) load_matrices<true>(a[k], w_at + (first + k * 16) * (UNITS * 2));
 #pragma unroll
         for (int k = 0; k < 2; ++k) mma<__half>(sums[k], a[k], b[2 * k], b[2 * k + 1]);
     }

@@ -19,7 +19,7 @@ def supports(images, parameters, velocities, mask, sizes: tuple[int, ...], batch
         return False
     aligned = images.data_ptr() % 16 == 0 and parameters.data_ptr() % 16 == 0
     small = sizes[1] <= _FIRST and sizes[2] <= _SECOND and sizes[3] <= _CLASSES
-    return aligned and sizes[0] == _INPUTS and small
+    return aligned and sizes[0] == _INPUTS and small and len(images) < 2**31
 
 
 @functools.cache
