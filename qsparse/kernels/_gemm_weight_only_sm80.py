@@ -208,7 +208,7 @@ def choose(
     """The tile and the split of K with the least time by a rough model of one multiprocessor; only the order counts.
 
     A multiprocessor reads so many bytes a nanosecond while enough are in flight and eight warps take them apart, those
-    of x, which L2 holds, four times as fast. On an H200 it chooses the best of the tiles and splits measured, or nearly.
+    of x, which L2 holds, four times as fast. On an H200 it chooses the best of what was measured, or nearly.
     """
     BANDWIDTH, IN_FLIGHT, WARPS, SUM, RESERVED = 32.0, 48 * 1024, 8, 2000.0, 1024  # bytes/ns, bytes, -, ns, bytes
 
