@@ -35,6 +35,7 @@ from qsparse import models
 from qsparse.device import resolve_device
 from qsparse.errors import UserError
 from qsparse.models import MLP
+from qsparse.nn import stored_bytes
 
 RUNS = "runs"
 CONFIG = "config.json"
@@ -139,7 +140,7 @@ def require_room(run: Path, model: MLP) -> None:
     """Raise UserError unless `run` has room for the weights of `model` and their momentum, beside what it holds."""
     file = run / ROOM
     try:
-        _write(file, bytes(2 * sum(tensor.numel() * tensor.element_size() for tensor in model.state_dict().values())))
+        _write(file, bytes(2 * stored_bytes(model)))
     finally:
         file.unlink(missing_ok=True)
 

@@ -29,6 +29,7 @@ from qsparse.nn import (
     QuantTwoFourLinear,
     WeightOnlyLinear,
     ZeroPointLinear,
+    stored_bytes,
 )
 from qsparse.timing import graph_times, percentile, wall_times
 
@@ -159,8 +160,8 @@ def measure(
             "latency_us_p90": _percentiles(times[name], 90),
             "repetitions": {batch: len(samples) for batch, samples in times[name].items()},
             "speedup": {b: _percentiles(times[baseline], 50)[b] / us for b, us in latency_us.items()},
-            "weight_bytes": _stored_bytes(module),
-            "weight_ratio": _stored_bytes(module) / _stored_bytes(modules[baseline]),
+            "weight_bytes": stored_bytes(module),
+            "weight_ratio": stored_bytes(module) / stored_bytes(modules[baseline]),
             "file_bytes": None,
             "peak_bytes": peak_bytes.get(name),
             "device": device.type,
@@ -219,11 +220,6 @@ def _input_dtype(module: torch.nn.Module) -> torch.dtype:
 
 def _is_simulated(module: torch.nn.Module) -> bool:
     return any(getattr(part, "simulated", False) for part in module.modules())
-
-
-def _stored_bytes(module: torch.nn.Module) -> int:
-    """Bytes of all stored tensors: values, indices, scales, biases."""
-    return sum(tensor.numel() * tensor.element_size() for tensor in module.state_dict().values())
 
 
 def _description(module: torch.nn.Module) -> dict:
@@ -317,7 +313,7 @@ def _peak_bytes(module: torch.nn.Module, x: Tensor) -> int | None:
         torch.cuda.synchronize()
         added = torch.cuda.max_memory_allocated() - before
         added += pool.total_bytes() - pool_before if pool else 0
-    return added + _stored_bytes(module) + x.numel() * x.element_size()
+    return added + stored_bytes(module) + x.nbytes
 
 
 def environment(device: torch.device) -> dict:

@@ -20,6 +20,7 @@ from qsparse.device import resolve_device
 from qsparse.errors import UserError
 from qsparse.measure import environment
 from qsparse.models import MLP
+from qsparse.nn import stored_bytes
 from qsparse.quant import DTYPES, QuantConfig, budget, quantize
 from qsparse.quant.config import FLOAT32, spelt
 from qsparse.sparse import EmptyLayerWarning, SparseConfig, prune, sparsify
@@ -176,9 +177,8 @@ def _config(dtype: str, layer: str | None = None) -> QuantConfig:
 
 
 def _bytes(model: MLP, names: Iterable[str]) -> int:
-    """Of all tensors that these layers store."""
-    tensors = (tensor for name in names for tensor in model.layers()[name].state_dict().values())
-    return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+    """Of all that these layers store."""
+    return sum(stored_bytes(model.layers()[name]) for name in names)
 
 
 def _costs(rows: list[dict[str, Any]]) -> dict[str, dict[str, tuple[int, float]]]:

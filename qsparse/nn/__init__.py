@@ -6,6 +6,7 @@ Sparse ones have ``format``, ``entries()``, and ``nnz``, the number of weights t
 count: on a GPU that waits).
 """
 
+from qsparse.nn._common import stored_bytes
 from qsparse.nn.bitmap_linear import BitmapLinear
 from qsparse.nn.fp8_linear import Fp8Linear
 from qsparse.nn.linear import Linear
@@ -47,4 +48,5 @@ __all__ = [
     "from_description",
     "is_quant_network",
     "quant_network",
+    "stored_bytes",
 ]

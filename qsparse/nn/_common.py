@@ -22,6 +22,11 @@ def by_rows(x: torch.Tensor, function) -> torch.Tensor:
     return y.reshape(*x.shape[:-1], y.shape[-1])
 
 
+def stored_bytes(module: torch.nn.Module) -> int:
+    """Bytes of all that a module stores: values, indices, scales, biases."""
+    return sum(tensor.nbytes for tensor in module.state_dict().values())
+
+
 def describe(layer: torch.nn.Module, dtype: torch.dtype | None = None) -> dict:
     """What every layer says of itself, and the dtype of its numbers where it may be another."""
     common = {

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from qsparse.dense import dense_layers
 from qsparse.models import MLP, input_dtype_of
-from qsparse.nn import Linear
+from qsparse.nn import Linear, stored_bytes
 from qsparse.sparse.config import CRITERIA, STORED, choose
 from qsparse.sparse.masks import check_masks
 from qsparse.sparse.store import DENSE, store
@@ -51,7 +51,8 @@ def choose_formats(
     costs = {}
     for name, layer in layers.items():
         stored = _stored(name, layer, masks[name], dtype)
-        costs[name] = _bytes(stored) if by == "bytes" else _times(stored, batch)
+        by_bytes = {format: stored_bytes(each) for format, each in stored.items()}
+        costs[name] = by_bytes if by == "bytes" else _times(stored, batch)
     return {name: min(each, key=lambda format, each=each: each[format]) for name, each in costs.items()}, costs
 
 
@@ -69,13 +70,6 @@ def _stored(name: str, layer: Linear, mask: Tensor, dtype: str | None) -> dict[s
 def _is_24(mask: Tensor) -> bool:
     fours = torch.nn.functional.pad(mask, (0, -mask.shape[1] % 4)).reshape(len(mask), -1, 4)
     return not bool((fours.sum(dim=2) > 2).any())
-
-
-def _bytes(stored: dict[str, torch.nn.Module]) -> Costs:
-    return {
-        format: sum(tensor.numel() * tensor.element_size() for tensor in layer.state_dict().values())
-        for format, layer in stored.items()
-    }
 
 
 @torch.inference_mode()

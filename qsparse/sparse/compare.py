@@ -80,19 +80,19 @@ def compare(shape: tuple[int, ...], density: float, dtype: str = "float32", *, s
     one = none.clone()
     one.view(-1)[0] = True
 
-    dense = array.numel() * array.element_size()
+    dense = array.nbytes
     sizes = [Size("dense", dense, {"values": dense}, 1.0, None)]
     for name, build in _BUILDERS.items():
         if name == "csr" and len(shape) != 2:
             continue
-        arrays = {part: _bytes(tensor) for part, tensor in build(array, mask).items()}
-        empty, step = (sum(map(_bytes, build(array, m).values())) for m in (none, one))
+        arrays = {part: tensor.nbytes for part, tensor in build(array, mask).items()}
+        empty, step = (sum(tensor.nbytes for tensor in build(array, m).values()) for m in (none, one))
         break_even = min(max((dense - empty) / ((step - empty) * array.numel()), 0.0), 1.0)
         total = sum(arrays.values())
         sizes.append(Size(name, total, arrays, total / dense, break_even))
     if density <= _MOST_OF_2OF4:
         values, metadata = compress_24(array.reshape(-1, shape[-1]), none.reshape(-1, shape[-1]))
-        arrays = {"values": _bytes(values), "metadata": _bytes(metadata)}
+        arrays = {"values": values.nbytes, "metadata": metadata.nbytes}
         total = sum(arrays.values())
         sizes.append(Size("2:4", total, arrays, total / dense, _MOST_OF_2OF4 if total < dense else 0.0))
     return Comparison(tuple(shape), dtype, density, nnz, sizes)
@@ -120,7 +120,3 @@ def _bitmap(array: Tensor, mask: Tensor) -> dict[str, Tensor]:
 
 
 _BUILDERS = {"coo": _coo, "csr": _csr, "bitmap": _bitmap}
-
-
-def _bytes(tensor: Tensor) -> int:
-    return tensor.numel() * tensor.element_size()
