@@ -13,7 +13,8 @@ template <typename T, typename OutT, int MI> struct FloatEpilogue24 {
 
     const T* bias;
     int N;
-    float bound;           // ReLU's 0, or no bound
+    float bound;  // ReLU's 0, or no bound
+    bool activates;
     float biases[MI][2];  // of this thread's outputs
 
     template <class Sync> __device__ __forceinline__ void begin(char*, int, int, Sync) {}
@@ -29,9 +30,11 @@ template <typename T, typename OutT, int MI> struct FloatEpilogue24 {
 
     template <class Sums> __device__ __forceinline__ void correct(Sums&, int) {}
 
-    __device__ __forceinline__ void finish(int i, int h, int, float a, float b, float& low, float& high) {
-        low = max_nan(a + biases[i][h], bound), high = max_nan(b + biases[i][h], bound);
+    __device__ __forceinline__ void finish(int, int, int, float a, float b, float& low, float& high) {
+        low = a, high = b;
     }
+
+    __device__ __forceinline__ float activated(int i, int h, float v) { return max_nan(v + biases[i][h], bound); }
 
     __device__ __forceinline__ Out out(float v) { return from_float<Out>(v); }
     __device__ __forceinline__ typename Pair<Out>::type pair(float low, float high) {
@@ -39,13 +42,13 @@ template <typename T, typename OutT, int MI> struct FloatEpilogue24 {
     }
 };
 
-template <typename T, typename O, int BO, int BB, int CONSUMERS, int STAGES, int CO, int SPLIT, int PANELS>
+template <typename T, typename O, int BO, int BB, int CONSUMERS, int STAGES, int CO, int SPLIT>
 __global__ void __cluster_dims__(CO * SPLIT, 1, 1) __launch_bounds__(WARPGROUP * (CONSUMERS + 1), 1)
 gemm_24_sm90(const __grid_constant__ TensorMap x_map, const __grid_constant__ TensorMap w_map,
-             const uint4* __restrict__ packed, const __grid_constant__ TensorMap y_map,
+             const char* __restrict__ packed, const __grid_constant__ TensorMap y_map,
              const T* __restrict__ bias, O* y, int M, int N, int K, int flags, int group) {
     using Epilogue = FloatEpilogue24<T, O, BO / 64 / CONSUMERS>;
-    Epilogue epilogue{bias, N, flags & RELU ? 0.0f : -infinity()};
-    Pipeline24<T, T, BO, BB, CONSUMERS, STAGES, CO, SPLIT, PANELS, Epilogue>::run(
+    Epilogue epilogue{bias, N, flags & RELU ? 0.0f : -infinity(), bias || flags & RELU};
+    Pipeline24<T, T, BO, BB, CONSUMERS, STAGES, CO, SPLIT, Epilogue>::run(
         x_map, w_map, packed, y_map, y, M, N, K, flags, group, epilogue);
 }

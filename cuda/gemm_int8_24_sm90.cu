@@ -16,13 +16,14 @@ template <typename O, int BB, int MI> struct ScaleEpilogue24 {
     const Int8Epilogue& e;
     int M, N;
     Divider by;
+    bool activates;
     float* scale_x;  // of this tile's batch rows
     int* zero_x;
     float scale_w[MI][2], bias[MI][2];  // of this thread's outputs
     int sums_w[MI][2];
 
     __device__ __forceinline__ ScaleEpilogue24(const Int8Epilogue& e, int M, int N)
-        : e(e), M(M), N(N), by(int8_divider<O>(e.scale_y ? *e.scale_y : 1.0f)) {}
+        : e(e), M(M), N(N), by(int8_divider<O>(e.scale_y ? *e.scale_y : 1.0f)), activates(e.relu) {}
 
     template <class Sync> __device__ __forceinline__ void begin(char* memory, int m0, int thread, Sync sync) {
         scale_x = reinterpret_cast<float*>(memory);
@@ -59,13 +60,17 @@ template <typename O, int BB, int MI> struct ScaleEpilogue24 {
 
     __device__ __forceinline__ void finish(int i, int h, int row, int a, int b, Value& low, Value& high) {
         if constexpr (is_same<Value, int>) {
-            low = e.relu ? max(a, 0) : a;
-            high = e.relu ? max(b, 0) : b;
+            low = a, high = b;
         } else {
             const float2 two = *reinterpret_cast<const float2*>(scale_x + row);  // row is even
-            low = int8_value(a, two.x, scale_w[i][h], bias[i][h], e.relu);
-            high = int8_value(b, two.y, scale_w[i][h], bias[i][h], e.relu);
+            low = int8_value(a, two.x, scale_w[i][h], bias[i][h], false);
+            high = int8_value(b, two.y, scale_w[i][h], bias[i][h], false);
         }
+    }
+
+    __device__ __forceinline__ Value activated(int, int, Value v) {
+        if constexpr (is_same<Value, int>) return max(v, 0);
+        else return relu_of(v);
     }
 
     __device__ __forceinline__ O out(Value v) { return int8_output<O>(v, by); }
@@ -75,12 +80,12 @@ template <typename O, int BB, int MI> struct ScaleEpilogue24 {
     }
 };
 
-template <typename U, typename O, int BO, int BB, int CONSUMERS, int STAGES, int CO, int SPLIT, int PANELS>
+template <typename U, typename O, int BO, int BB, int CONSUMERS, int STAGES, int CO, int SPLIT>
 __global__ void __cluster_dims__(CO * SPLIT, 1, 1) __launch_bounds__(WARPGROUP * (CONSUMERS + 1), 1)
 gemm_int8_24_sm90(const __grid_constant__ TensorMap x_map, const __grid_constant__ TensorMap w_map,
-                  const uint4* __restrict__ packed, const __grid_constant__ TensorMap y_map, O* y,
+                  const char* __restrict__ packed, const __grid_constant__ TensorMap y_map, O* y,
                   const __grid_constant__ Int8Epilogue e, int M, int N, int K, int flags, int group) {
     using Epilogue = ScaleEpilogue24<O, BB, BO / 64 / CONSUMERS>;
-    Pipeline24<signed char, U, BO, BB, CONSUMERS, STAGES, CO, SPLIT, PANELS, Epilogue>::run(
+    Pipeline24<signed char, U, BO, BB, CONSUMERS, STAGES, CO, SPLIT, Epilogue>::run(
         x_map, w_map, packed, y_map, y, M, N, K, flags, group, Epilogue(e, M, N));
 }

@@ -8,12 +8,14 @@
 // those of gemm_sm90.cuh. What is different:
 //   bytes      an instruction does twice the work on the same 32 bytes of a row of w, and reads 64 of each row of x. So
 //              shared memory, not arithmetic, is the limit: BB is as wide as an instruction can be.
-//   a stage    holds 128 bytes of each row of x (128-byte swizzled) and the 64 of w that meet them (64-byte swizzled).
-//   metadata   never see shared memory. They lie as `pack_24` leaves them, so that a thread fetches its own of a wgmma
-//              tile and BLOCK stages in one piece of 16 bytes, straight into registers, AHEAD pieces ahead of use.
-//              The instruction reads its register of metadata when it runs, not when it is issued, and the compiler does
+//   a stage    holds 128 bytes of each row of x (128-byte swizzled), the 64 of w that meet them (64-byte swizzled), and
+//              the metadata of these.
+//   metadata   lie as `pack_24` leaves them: a thread reads its own of a wgmma tile and a stage in one piece. The
+//              instruction reads its register of metadata when it runs, not when it is issued, and the compiler does
 //              not know: stages take turns with two sets of registers, and a set is used once more (`& nothing`) when
 //              it is written anew, so that it lives until its products are done.
+//   y          leaves in panels. Where the stages leave them no room, they lie in the last stage of their tile, which
+//              is given back to the loads when the copy engine has read them, during the next tile.
 //
 // The EPILOGUE has
 //   Sum, Value, Out        as in gemm_sm90.cuh;
@@ -22,15 +24,15 @@
 //   outputs(n)             the same for this thread's outputs, n + 64 i + 8 h for i < MI and h < 2;
 //   correct(sums, row)     change the whole sums, row being this thread's first batch row in the tile;
 //   finish(i, h, row, a, b, low, high)   the values of two neighbouring batch rows' sums a and b;
+//   activates, activated(i, h, value)    whether there is more to do, and that, which is asked once for many values;
 //   out, pair              one value, or two, as they are stored.
 #pragma once
 #include "gemm_sm90.cuh"
 #include "wgmma_24.cuh"
 
 constexpr int KEPT = ROW / 2;       // bytes of w in a stage, of each row
-constexpr int BLOCK = 2;            // stages whose metadata a thread fetches at once
 constexpr int STEPS_24 = ROW / 64;  // one wgmma takes 64 bytes of a row of x
-constexpr int PANEL_ROWS = 32;      // batch rows that leave at once
+constexpr int LIMIT = 227 * 1024;   // bytes of shared memory that Hopper gives a block
 
 // The descriptor of a K-major tile in 64-byte swizzled rows: atoms of 8 rows x 64 bytes.
 __device__ __forceinline__ unsigned long long wgmma_descriptor_64(const void* tile) {
@@ -46,22 +48,23 @@ __device__ __forceinline__ void stmatrix_x4_transposed(void* to, unsigned a, uns
                  : "memory");
 }
 
-// Metadata are packed in pieces of 16 bytes, so many for 64 outputs and a block of stages.
+// Metadata are packed in pieces of 8 bytes, so many for 64 outputs and a stage.
 template <int SIZE> constexpr int PIECES = SIZE == 1 ? 128 : 64;
+template <int SIZE> constexpr int PIECE_BYTES = PIECES<SIZE> * 8;
 
-// Pack metadata (n, bytes), rows `stride` bytes apart, for values of SIZE bytes: piece p of block b of wgmma tile t is
-// packed[(t * blocks + b) * PIECES + p]. A piece holds what a thread hands to the four instructions of a block; with g
+// Pack metadata (n, bytes), rows `stride` bytes apart, for values of SIZE bytes: piece p of stage s of wgmma tile t is
+// packed[(t * stages + s) * PIECES + p]. A piece holds what a thread hands to the two instructions of a stage; with g
 // for row 16 * (its warp) + (lane / 4) of the tile and q for lane % 4, that is
 //   SIZE 1   word 2 j + q / 2 of row g + q % 2 * 8;                                            p = thread
 //   SIZE 2   half-word 2 j + q % 2 of row g, and above it that of row g + 8;                   p = thread / 4 * 2 + q % 2
-// for j = 0 to 3 (PTX ISA, "Matrix fragments for sparse wgmma"). Beyond the matrix columns 0 and 1 are kept.
+// for j = 0 and 1 (PTX ISA, "Matrix fragments for sparse wgmma"). Beyond the matrix columns 0 and 1 are kept.
 template <int SIZE>
 __global__ void __launch_bounds__(256)
-pack_24(const unsigned char* __restrict__ metadata, long long stride, uint4* __restrict__ packed, int n, int bytes,
-        int blocks) {
+pack_24(const unsigned char* __restrict__ metadata, long long stride, uint2* __restrict__ packed, int n, int bytes,
+        int stages) {
     const long long at = static_cast<long long>(blockIdx.x) * blockDim.x + threadIdx.x;
-    const int p = at % PIECES<SIZE>, b = at / PIECES<SIZE> % blocks;
-    const long long t = at / PIECES<SIZE> / blocks;
+    const int p = at % PIECES<SIZE>, s = at / PIECES<SIZE> % stages;
+    const long long t = at / PIECES<SIZE> / stages;
     if (t * 64 >= n) return;
     constexpr int LANES = PIECES<SIZE> / 32, WIDTH = 4 / SIZE;  // threads of a quad that differ, bytes of one row
     const int q = p % LANES, g = p / LANES;                      // g / 8 is the warp, g % 8 the row
@@ -74,19 +77,31 @@ pack_24(const unsigned char* __restrict__ metadata, long long stride, uint4* __r
         }
         return value;
     };
-    unsigned words[4];
+    unsigned words[2];
 #pragma unroll
-    for (int j = 0; j < 4; ++j) {
-        const int unit = (b * 4 + j) * 2;
+    for (int j = 0; j < 2; ++j) {
+        const int unit = (s * 2 + j) * 2;
         words[j] = SIZE == 1 ? bits(q % 2 * 8, (unit + q / 2) * 4)
                              : bits(0, (unit + q) * 2) | bits(8, (unit + q) * 2) << 16;
     }
-    packed[at] = make_uint4(words[0], words[1], words[2], words[3]);
+    packed[at] = make_uint2(words[0], words[1]);
+}
+
+// Where the copy engine cannot store y (its rows are not multiples of 16 bytes), the consumer does, element by element.
+template <int PR, typename O>
+__device__ __noinline__ void copy_panel_24(const char* panel, O* y, int m0, int n0, int M, int N, int thread) {
+    for (int e = thread; e < PR * 64; e += WARPGROUP) {
+        const int row = e / 64, byte = e % 64 * sizeof(O), chunk = byte / 16;
+        const int m = m0 + row, n = n0 + e % 64;
+        const int at = sizeof(O) == 1 ? row * 64 + (chunk ^ row / 2 % 4) * 16
+                                      : chunk / 8 * PR * 128 + row * 128 + (chunk % 8 ^ row % 8) * 16;
+        if (m < M && n < N)
+            y[static_cast<long long>(m) * N + n] = *reinterpret_cast<const O*>(panel + at + byte % 16);
+    }
 }
 
 // T and U are the types of w and x.
-template <typename T, typename U, int BO, int BB, int CONSUMERS, int STAGES, int CO, int SPLIT, int PANELS,
-          class Epilogue>
+template <typename T, typename U, int BO, int BB, int CONSUMERS, int STAGES, int CO, int SPLIT, class Epilogue>
 struct Pipeline24 {
     using O = typename Epilogue::Out;
     using Sum = typename Epilogue::Sum;
@@ -94,22 +109,25 @@ struct Pipeline24 {
     static constexpr int MI = BO / (64 * CONSUMERS);
     static constexpr int CLUSTER = CO * SPLIT;
     static constexpr int BK = ROW / sizeof(U);
-    static constexpr int AHEAD = MI == 1 ? 2 : 1;  // blocks of metadata that are fetched ahead
-    static constexpr int X_BYTES = BB * ROW, W_BYTES = BO * KEPT, STAGE_BYTES = X_BYTES + W_BYTES;
-    static constexpr int PR = BB < PANEL_ROWS ? BB : PANEL_ROWS;
-    static constexpr int PANEL_BYTES = PR * 64 * sizeof(O);  // 64 outputs wide
-    static constexpr int Y_BYTES = SPLIT == 1 ? CONSUMERS * PANELS * PANEL_BYTES : 0;
-    static constexpr int SHARED =
-        STAGES * (STAGE_BYTES + 16) + Y_BYTES + CONSUMERS * BB * Epilogue::ROW_BYTES + 1024;
+    static constexpr int X_BYTES = BB * ROW, W_BYTES = BO * KEPT, E_BYTES = BO / 64 * PIECE_BYTES<sizeof(T)>;
+    static constexpr int STAGE_BYTES = X_BYTES + W_BYTES + E_BYTES;
+    static constexpr int LOADS = STAGES * (STAGE_BYTES + 16) + CONSUMERS * BB * Epilogue::ROW_BYTES + 1024;
+    // Panels of y, 64 outputs by PR batch rows: where two for each consumer find no room, a stage of x holds them.
+    static constexpr int ROW_OF_Y = 64 * sizeof(O), ROOM = CONSUMERS * 2 * 32 * ROW_OF_Y;
+    static constexpr bool APART = SPLIT == 1 && LOADS + ROOM <= LIMIT;
+    static constexpr int FIT = X_BYTES / (CONSUMERS * 2 * ROW_OF_Y);
+    static constexpr int PR = APART ? 32 : FIT < 64 ? FIT : 64, PANEL_BYTES = PR * ROW_OF_Y;
     static_assert(CONSUMERS <= 2, "the registers are divided among two consumers at most");
     static_assert(BO == 64 * CONSUMERS * MI, "consumers divide the tile into whole 64-output wgmma tiles");
     static_assert(MI * BB <= 256, "a consumer's accumulators must fit its registers");
     static_assert(SPLIT == 1 || CO == 1, "a cluster either splits K or multicasts");
-    static_assert(SPLIT == 1 || BO * BB * 4 <= STAGES * STAGE_BYTES, "split sums reuse the stages' memory");
-    static_assert(BB % PR == 0 && BB / CO % 8 == 0, "whole swizzle atoms are loaded and stored");
-    static_assert(SHARED <= 227 * 1024, "more shared memory than Hopper gives a block");
+    static_assert(SPLIT == 1 || BO * BB * 4 <= STAGES * (X_BYTES + W_BYTES), "split sums reuse the stages' memory");
+    static_assert(BB / CO % 8 == 0, "whole swizzle atoms are loaded");
+    static_assert(SPLIT > 1 || PR % 16 == 0 && BB % PR == 0, "whole swizzle atoms are stored");
+    static_assert(!APART || MI * BB / PR % 2 == 0, "panels take turns over all tiles");
+    static_assert(LOADS <= LIMIT, "more shared memory than Hopper gives a block");
 
-    static __device__ __forceinline__ void run(const TensorMap& x_map, const TensorMap& w_map, const uint4* e,
+    static __device__ __forceinline__ void run(const TensorMap& x_map, const TensorMap& w_map, const char* e,
                                                const TensorMap& y_map, O* y, int M, int N, int K, int flags, int group,
                                                Epilogue epilogue) {
         extern __shared__ char raw[];
@@ -117,7 +135,8 @@ struct Pipeline24 {
         char* const x_tiles = shared;
         char* const w_tiles = x_tiles + STAGES * X_BYTES;
         char* const y_tile = w_tiles + STAGES * W_BYTES;
-        char* const rows = y_tile + Y_BYTES;  // BB times ROW_BYTES a consumer
+        char* const e_tiles = y_tile + (APART ? ROOM : 0);
+        char* const rows = e_tiles + STAGES * E_BYTES;  // BB times ROW_BYTES a consumer
         auto* const full = reinterpret_cast<unsigned long long*>(rows + CONSUMERS * BB * Epilogue::ROW_BYTES);
         auto* const empty = full + STAGES;
 
@@ -149,19 +168,20 @@ struct Pipeline24 {
             n = ((within / height) * CO + co) * BO;
         };
         const int k_tiles = (K + BK - 1) / BK;
-        const int k_blocks = (k_tiles + BLOCK - 1) / BLOCK;
-        const int k_share = (k_blocks + SPLIT - 1) / SPLIT * BLOCK;  // whole blocks of metadata
+        const int k_share = (k_tiles + SPLIT - 1) / SPLIT;
         const int k_first = SPLIT > 1 ? static_cast<int>(rank) * k_share : 0;
         const int k_count = max(0, min(k_share, k_tiles - k_first)), k_end = k_first + k_count;
 
         if (warpgroup == 0) {
             if (CONSUMERS > 1) give_registers<40>();
             if (threadIdx.x == 0) {
+                const int last = (N + 63) / 64 - 1;
                 int stage = 0;
                 unsigned phase = 0;
                 for (int tile = blockIdx.x / CLUSTER; tile < tiles; tile += clusters) {
                     int m, n;
                     place(tile, m, n);
+#pragma unroll 1
                     for (int k = k_first; k < k_end; ++k) {
                         mbarrier_wait(&empty[stage], phase ^ 1);
                         mbarrier_expect_bytes(&full[stage], STAGE_BYTES);
@@ -170,6 +190,13 @@ struct Pipeline24 {
                         if (CO == 1) tma_load(x_tile, &x_map, &full[stage], k * BK, row);
                         else tma_load_multicast(x_tile, &x_map, &full[stage], k * BK, row, (1 << CO) - 1);
                         tma_load(w_tiles + stage * W_BYTES, &w_map, &full[stage], k * BK / 2, n);
+                        constexpr int PIECE = PIECE_BYTES<sizeof(T)>;
+#pragma unroll
+                        for (int i = 0; i < BO / 64; ++i) {
+                            const long long tile_64 = min(n / 64 + i, last);
+                            bulk_load(e_tiles + stage * E_BYTES + i * PIECE, e + (tile_64 * k_tiles + k) * PIECE, PIECE,
+                                      &full[stage]);
+                        }
                         if (++stage == STAGES) stage = 0, phase ^= 1;
                     }
                 }
@@ -178,7 +205,7 @@ struct Pipeline24 {
             if (CONSUMERS > 1) take_registers<232>();
             const int consumer = warpgroup - 1;
             const int thread = threadIdx.x % WARPGROUP, lane = thread % 32, warp = thread / 32;
-            int stage = 0;
+            int stage = 0, held = -1;  // the stage that y still leaves from
             unsigned phase = 0;
             // Memory is free once every consumer that read it, here and where this block sends to, has said so.
             auto release = [&](unsigned long long* barrier) {
@@ -189,26 +216,20 @@ struct Pipeline24 {
                 }
             };
 
+            auto give_back = [&] {  // once the copy engine has read what this consumer wrote
+                if (thread == 0) {
+                    tma_store_wait_read<0>();
+                    if (CLUSTER == 1) mbarrier_arrive(&empty[held]);
+                    else for (int r = 0; r < CLUSTER; ++r) mbarrier_arrive_at(&empty[held], r);
+                }
+                held = -1;
+            };
+
             const int output = consumer * MI * 64 + 16 * warp + lane / 4;  // of the block's tile, for i = h = 0 (see acc)
             const int row = 2 * (lane % 4);
             // This thread's piece of a wgmma tile's metadata: see pack_24.
-            e += sizeof(T) == 1 ? thread : warp * 16 + lane / 4 * 2 + lane % 2;
-            const int last = (N + 63) / 64 - 1;
-            uint4 coming[AHEAD][MI];
-            auto fetch = [&](uint4 (&to)[MI], int n0, int block) {
-#pragma unroll
-                for (int i = 0; i < MI; ++i)
-                    to[i] = __ldg(e + (static_cast<long long>(min(n0 / 64 + consumer * MI + i, last)) * k_blocks +
-                                       min(block, k_blocks - 1)) * PIECES<sizeof(T)>);
-            };
-            auto fetch_first = [&](int tile) {
-                if (tile >= tiles || k_count == 0) return;
-                int m, n;
-                place(tile, m, n);
-#pragma unroll
-                for (int p = 0; p < AHEAD; ++p) fetch(coming[p], n, k_first / BLOCK + p);
-            };
-            fetch_first(blockIdx.x / CLUSTER);
+            const char* const pieces = e_tiles + consumer * MI * PIECE_BYTES<sizeof(T)> +
+                                       (sizeof(T) == 1 ? thread : warp * 16 + lane / 4 * 2 + lane % 2) * 8;
             const unsigned nothing = flags >> 31;  // zero, which the compiler does not know
             unsigned even[MI][STEPS_24], odd[MI][STEPS_24];
             zero(even), zero(odd);
@@ -216,20 +237,21 @@ struct Pipeline24 {
                 int m0, n0;
                 place(tile, m0, n0);
                 Sum acc[MI][BB / 2];
-                if (k_count == 0) zero(acc);
                 auto together = [&] { barrier_sync(OWN + consumer, WARPGROUP); };
+                if (k_count == 0) zero(acc);
                 epilogue.begin(rows + consumer * BB * Epilogue::ROW_BYTES, m0, thread, together);
                 epilogue.outputs(n0 + output);
                 int previous = 0;
-                // Begin the products of stage k, whose metadata are the first or the second half of a piece, and wait for
-                // those before; this set of registers is theirs.
-                auto multiply = [&](unsigned (&metadata)[MI][STEPS_24], const uint4 (&block)[MI], int half, int k) {
+                // Begin the products of stage k, and wait for those before; this set of registers is theirs.
+                auto multiply = [&](unsigned (&metadata)[MI][STEPS_24], int k) {
+                    mbarrier_wait(&full[stage], phase);
 #pragma unroll
                     for (int i = 0; i < MI; ++i) {
-                        metadata[i][0] = (half ? block[i].z : block[i].x) | (metadata[i][0] & nothing);
-                        metadata[i][1] = (half ? block[i].w : block[i].y) | (metadata[i][1] & nothing);
+                        const uint2 piece = *reinterpret_cast<const uint2*>(pieces + stage * E_BYTES +
+                                                                            i * PIECE_BYTES<sizeof(T)>);
+                        metadata[i][0] = piece.x | (metadata[i][0] & nothing);
+                        metadata[i][1] = piece.y | (metadata[i][1] & nothing);
                     }
-                    mbarrier_wait(&full[stage], phase);
                     const char* const xs = x_tiles + stage * X_BYTES;
                     const char* const ws = w_tiles + stage * W_BYTES + consumer * MI * 64 * KEPT;
                     wgmma_fence();
@@ -249,19 +271,13 @@ struct Pipeline24 {
                     if (++stage == STAGES) stage = 0, phase ^= 1;
                 };
                 for (int k = k_first; k < k_end;) {
-#pragma unroll
-                    for (int p = 0; p < AHEAD; ++p) {
-                        multiply(even, coming[p], 0, k++);
-                        if (k == k_end) goto begun;
-                        multiply(odd, coming[p], 1, k++);
-                        if (k == k_end) goto begun;
-                        fetch(coming[p], n0, k / BLOCK + AHEAD - 1);
-                    }
+                    multiply(even, k++);
+                    if (!APART && k == k_first + 1 && held >= 0) give_back();
+                    if (k == k_end) break;
+                    multiply(odd, k++);
                 }
-            begun:
-                fetch_first(tile + clusters);
                 wgmma_wait<0>();
-                if (k_count > 0) release(&empty[previous]);
+                if (APART && k_count > 0) release(&empty[previous]);
 
                 // acc[i][4 j + c + 2 h] is output 16 * warp + lane / 4 + 8 h of wgmma tile i, batch row
                 // 8 j + 2 * (lane % 4) + c of the tile.
@@ -294,6 +310,8 @@ struct Pipeline24 {
                         for (int h = 0; h < 2; ++h) {
                             Value low, high;
                             epilogue.finish(0, h, at, total[2 * h], total[2 * h + 1], low, high);
+                            if (epilogue.activates)
+                                low = epilogue.activated(0, h, low), high = epilogue.activated(0, h, high);
                             const int n = first + 8 * h;
                             if (n >= N) continue;
                             O* const to = y + static_cast<long long>(m) * N + n;
@@ -302,29 +320,46 @@ struct Pipeline24 {
                         }
                     }
                 } else {
-                    // Panels of PR batch rows and 64 outputs are a consumer's own, swizzled, PANELS of them in turn: one
-                    // is written while the copy engine, which clips at the matrix's edge, reads the others.
-                    char* const mine = y_tile + consumer * PANELS * PANEL_BYTES;
+                    // Two panels are a consumer's own, swizzled: one is written while the copy engine, which clips at
+                    // the matrix's edge, reads the other.
+                    if (!APART) {
+                        barrier_sync(ALL, CONSUMERS * WARPGROUP);  // all products of the last stage are done
+                        held = previous;
+                    }
+                    char* const mine = (APART ? y_tile : x_tiles + previous * X_BYTES) + consumer * 2 * PANEL_BYTES;
 #pragma unroll
                     for (int p = 0; p < MI * BB / PR; ++p) {
                         const int i = p / (BB / PR), first = p % (BB / PR) * PR;
                         const int panel_m = m0 + first, panel_n = n0 + (consumer * MI + i) * 64;
-                        char* const panel = mine + p % PANELS * PANEL_BYTES;
-                        if (thread == 0) tma_store_wait_read<PANELS - 1>();
-                        together();
-                        auto two = [&](int h, int j, Value& low, Value& high) {
-                            const Sum* d = &acc[i][first / 2 + j * 4 + h * 2];
-                            epilogue.finish(i, h, first + row + j * 8, d[0], d[1], low, high);
-                        };
+                        char* const panel = mine + p % 2 * PANEL_BYTES;
+                        Value values[PR / 8][2][2];  // by groups of eight batch rows, outputs, batch rows
+#pragma unroll
+                        for (int j = 0; j < PR / 8; ++j) {
+#pragma unroll
+                            for (int h = 0; h < 2; ++h) {
+                                const Sum* d = &acc[i][first / 2 + j * 4 + h * 2];
+                                Value* const v = values[j][h];
+                                epilogue.finish(i, h, first + row + j * 8, d[0], d[1], v[0], v[1]);
+                            }
+                        }
+                        if (epilogue.activates) {  // asking at each value would cost those that have none
+#pragma unroll
+                            for (int j = 0; j < PR / 8; ++j) {
+#pragma unroll
+                                for (int h = 0; h < 2; ++h) {
+                                    values[j][h][0] = epilogue.activated(i, h, values[j][h][0]);
+                                    values[j][h][1] = epilogue.activated(i, h, values[j][h][1]);
+                                }
+                            }
+                        }
                         if constexpr (sizeof(O) == 2) {
 #pragma unroll
                             for (int j = 0; j < PR / 8; j += 2) {
                                 unsigned r[4];
 #pragma unroll
                                 for (int h = 0; h < 4; ++h) {
-                                    Value low, high;
-                                    two(h % 2, j + h / 2, low, high);
-                                    r[h] = packed(epilogue.pair(low, high));
+                                    const Value* v = values[j + h / 2][h % 2];
+                                    r[h] = packed(epilogue.pair(v[0], v[1]));
                                 }
                                 const int to_row = 8 * (j + lane / 16) + lane % 8, chunk = 2 * warp + lane / 8 % 2;
                                 stmatrix_x4_transposed(panel + to_row * 128 + (chunk ^ to_row % 8) * 16, r[0], r[1],
@@ -334,8 +369,6 @@ struct Pipeline24 {
 #pragma unroll
                             for (int e = 0; e < PR / 4; ++e) {
                                 const int h = e % 2, j = e / 2;
-                                Value low, high;
-                                two(h, j, low, high);
                                 const int byte = (16 * warp + 8 * h + lane / 4) * sizeof(O), chunk = byte / 16;
 #pragma unroll
                                 for (int c = 0; c < 2; ++c) {
@@ -344,23 +377,17 @@ struct Pipeline24 {
                                     const int at = sizeof(O) == 4 ? chunk / 8 * PR * 128 + to_row * 128 +
                                                                         (chunk % 8 ^ to_row % 8) * 16
                                                                   : to_row * 64 + (chunk ^ to_row / 2 % 4) * 16;
-                                    *reinterpret_cast<O*>(panel + at + byte % 16) = epilogue.out(c ? high : low);
+                                    *reinterpret_cast<O*>(panel + at + byte % 16) = epilogue.out(values[j][h][c]);
                                 }
                             }
                         }
                         fence_proxy_async();
+                        // Behind this barrier the panel is whole, and the next one may be written.
+                        if (thread == 0) tma_store_wait_read<0>();
                         together();
                         if (!(flags & TMA_STORE)) {
-                            for (int e = thread; e < PR * 64; e += WARPGROUP) {
-                                const int from_row = e / 64, byte = e % 64 * sizeof(O), chunk = byte / 16;
-                                const int m = panel_m + from_row, n = panel_n + e % 64;
-                                const int at = sizeof(O) == 1 ? from_row * 64 + (chunk ^ from_row / 2 % 4) * 16
-                                                              : chunk / 8 * PR * 128 + from_row * 128 +
-                                                                    (chunk % 8 ^ from_row % 8) * 16;
-                                if (m < M && n < N)
-                                    y[static_cast<long long>(m) * N + n] =
-                                        *reinterpret_cast<const O*>(panel + at + byte % 16);
-                            }
+                            copy_panel_24<PR>(panel, y, panel_m, panel_n, M, N, thread);
+                            if (!APART) together();  // before thread 0 gives the stage back
                         } else if (thread == 0) {
                             tma_store(&y_map, panel, panel_n, panel_m);
                             if (sizeof(O) == 4) tma_store(&y_map, panel + PR * 128, panel_n + 32, panel_m);

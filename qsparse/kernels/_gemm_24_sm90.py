@@ -31,8 +31,7 @@ _HALVES = (torch.float16, torch.bfloat16)
 _RELU, _TMA_STORE = 1, 2  # enum Flag of the pipeline
 _SHARED_LIMIT = 227 * 1024
 _X_BYTES, _W_BYTES = 128, 64  # of a row of x and of values in a stage
-_BLOCK = 2  # stages of a block of packed metadata
-_PANEL_ROWS = 32
+_PIECES, _PIECE_BYTES = {1: 128, 2: 64}, 8  # of packed metadata for 64 outputs and a stage, by the size of a value
 _NO_MAP = bytes(128)
 
 
@@ -41,8 +40,7 @@ class Config:
     """One instance of the kernel; the names are its template parameters, explained in ``common/gemm_24_sm90.cuh``.
 
     ``bo x bb`` outputs by batch rows are a block's tile, ``co`` the blocks of a cluster that share loads of x,
-    ``split`` those that divide K, ``panels`` how many pieces of 32 rows by 64 outputs of y a consumer may have on their
-    way to memory, and ``group`` the tiles along the batch that are walked together.
+    ``split`` those that divide K, and ``group`` the tiles along the batch that are walked together.
     """
 
     bo: int
@@ -51,7 +49,6 @@ class Config:
     stages: int
     co: int = 1
     split: int = 1
-    panels: int = 1
     group: int = 8
 
     def __post_init__(self):
@@ -66,31 +63,38 @@ class Config:
             raise ValueError(f"a cluster either splits K or shares loads: {self}")
         if self.split > 1 and self.bo * self.bb * 4 > self.stages * (self.bb * _X_BYTES + self.bo * _W_BYTES):
             raise ValueError(f"the partial sums do not fit the stages' memory: {self}")
-        if self.shared(2, 8) > _SHARED_LIMIT:
-            raise ValueError(f"{self.shared(2, 8)} bytes of shared memory, {_SHARED_LIMIT} allowed: {self}")
+        if self.loads(1) > _SHARED_LIMIT:
+            raise ValueError(f"{self.loads(1)} bytes of shared memory, {_SHARED_LIMIT} allowed: {self}")
 
     @property
     def cluster(self) -> int:
         return self.co * self.split
 
-    def shared(self, out_bytes: int, row_bytes: int) -> int:
-        """Dynamic shared memory a block, in bytes, where the epilogue keeps ``row_bytes`` for each batch row."""
-        loads = self.stages * (self.bb * _X_BYTES + self.bo * _W_BYTES + 16)
-        panels = self.consumers * self.panels * self.panel_rows * 64 * out_bytes if self.split == 1 else 0
-        return loads + panels + self.consumers * self.bb * row_bytes + 1024
+    def loads(self, size: int) -> int:
+        """Shared memory in bytes, but for y, where values take ``size`` bytes; 8-bit products keep scales there."""
+        metadata = self.bo // 64 * _PIECES[size] * _PIECE_BYTES
+        stages = self.stages * (self.bb * _X_BYTES + self.bo * _W_BYTES + metadata + 16)
+        return stages + (self.consumers * self.bb * 8 if size == 1 else 0) + 1024
+
+    def panels(self, size: int, out_bytes: int) -> tuple[int, int]:
+        """The batch rows of a panel of y, and the bytes of all panels: none where they lie in a stage of x."""
+        row = self.consumers * 2 * 64 * out_bytes
+        if self.loads(size) + 32 * row <= _SHARED_LIMIT:
+            return 32, 32 * row
+        return min(64, self.bb * _X_BYTES // row), 0
+
+    def shared(self, size: int, out_bytes: int) -> int:
+        """Dynamic shared memory a block, in bytes, for values of ``size`` bytes and outputs of ``out_bytes``."""
+        return self.loads(size) + (self.panels(size, out_bytes)[1] if self.split == 1 else 0)
 
     def tiles(self, m: int, n: int) -> int:
         """Tiles of an (m, n) product."""
         return -(-n // self.bo) * -(-m // self.bb)
 
     @property
-    def panel_rows(self) -> int:
-        return min(self.bb, _PANEL_ROWS)
-
-    @property
     def tile_arguments(self) -> str:
         """The template arguments after the types."""
-        sizes = (self.bo, self.bb, self.consumers, self.stages, self.co, self.split, self.panels)
+        sizes = (self.bo, self.bb, self.consumers, self.stages, self.co, self.split)
         return ", ".join(map(str, sizes))
 
     def grid(self, m: int, n: int, sms: int) -> tuple[int, int]:
@@ -102,13 +106,12 @@ class Config:
 
 BIG = Config(128, 256, 2, 5, co=2)
 ALONE = Config(128, 256, 2, 5)  # where no block computes a second tile
-SHORT = Config(128, 256, 2, 4, co=2, panels=3)  # for few columns: y takes a good part of the time
-SQUARE = Config(128, 128, 2, 8, panels=2)
-SMALL = Config(128, 64, 2, 8, panels=2)
-FEW_ROWS, FEWER_ROWS = Config(64, 64, 1, 12, split=2), Config(64, 16, 1, 24, split=2)
-CONFIGS = (BIG, ALONE, SHORT, SQUARE, SMALL, FEW_ROWS, FEWER_ROWS)
+SQUARE = Config(128, 128, 2, 8)
+SMALL = Config(128, 64, 2, 10)
+FEW_ROWS, FEWER_ROWS = Config(64, 64, 1, 7, split=3), Config(64, 16, 1, 24, split=2)
+CONFIGS = (BIG, ALONE, SQUARE, SMALL, FEW_ROWS, FEWER_ROWS)
 # Outputs but in 16 bits, and unsigned activations, are compiled for fewer shapes; these serve all sizes well enough.
-FEW = (Config(128, 256, 2, 4, co=2), Config(64, 128, 1, 8, panels=2))
+FEW = (BIG, Config(64, 128, 1, 8))
 
 
 def instance(config: Config, x: torch.dtype, out: torch.dtype) -> str:
@@ -145,7 +148,7 @@ def choose(m: int, n: int, k: int, built: tuple[Config, ...], sms: int) -> Confi
         return FEWER_ROWS if m <= 16 else FEW_ROWS
     tiles = BIG.tiles(m, n)
     if tiles >= 0.75 * sms:
-        return ALONE if tiles <= sms else SHORT if k <= 1024 else BIG
+        return ALONE if tiles <= sms else BIG
     return SQUARE if SQUARE.tiles(m, n) >= 0.75 * sms else SMALL
 
 
@@ -193,10 +196,10 @@ def _pack(metadata: torch.Tensor, size: int) -> torch.Tensor:
     """Metadata (N, Kp / 8) in the order in which the kernel's threads read them, for values of ``size`` bytes."""
     metadata, _, stride = matrix(metadata, k_major=True)
     n, row_bytes = metadata.shape
-    blocks = -(-row_bytes * 8 * size // (_X_BYTES * _BLOCK))
-    pieces = -(-n // 64) * blocks * (128 if size == 1 else 64)
-    packed = torch.empty((pieces, 16), dtype=torch.uint8, device=metadata.device)
-    arguments = (metadata.data_ptr(), stride, packed.data_ptr(), n, row_bytes, blocks)
+    stages = -(-row_bytes * 8 * size // _X_BYTES)
+    pieces = -(-n // 64) * stages * _PIECES[size]
+    packed = torch.empty((pieces, _PIECE_BYTES), dtype=torch.uint8, device=metadata.device)
+    arguments = (metadata.data_ptr(), stride, packed.data_ptr(), n, row_bytes, stages)
     source = INT8_SOURCE if size == 1 else SOURCE
     launch(metadata.device, source, _PACK[size], "PqPiii", arguments, grid=-(-pieces // 256), block=256)
     return packed
@@ -209,10 +212,11 @@ def _plan(device, m, n, k, ldx, ldv, x, out, y_offset, relu, config) -> _Plan:
     int8 = x in INPUTS
     step = _X_BYTES // x.itemsize
     wide = -(-k // 8) * 8
+    size = 1 if int8 else 2
     y_map = None
     if config.split == 1 and n * out.itemsize % 16 == 0 and not y_offset:
         width = min(64, 128 // out.itemsize)
-        y_map = (out, m, n, n, (config.panel_rows, width), True, width * out.itemsize)
+        y_map = (out, m, n, n, (config.panels(size, out.itemsize)[0], width), True, width * out.itemsize)
     flags = (_RELU if relu else 0) | (_TMA_STORE if y_map else 0)
     return _Plan(
         prepare(
@@ -221,7 +225,7 @@ def _plan(device, m, n, k, ldx, ldv, x, out, y_offset, relu, config) -> _Plan:
             instance(config, x, out),
             f"128s128sP128sP{FORMAT}iiiii" if int8 else "128s128sP128sPPiiiii",
             *config.grid(m, n, sms),
-            config.shared(out.itemsize, 8 if int8 else 0),
+            config.shared(size, out.itemsize),
         ),
         (x, m, k, ldx, (config.bb // config.co, step)),
         (torch.int8 if int8 else x, n, wide // 2, ldv, (config.bo, step // 2), False, 64),
