@@ -20,7 +20,7 @@ from qsparse.train.config import TrainConfig
 from qsparse.train.fit import EpochEnd, Progress, fit
 from qsparse.train.torch_backend import TorchBackend
 
-MOST_DENSITY, MOST_ROWS, LEAST_WEIGHTS = 0.02, 128, 2**19
+MOST_DENSITY, MOST_ROWS, LEAST_WEIGHTS = 0.02, 64, 2**19
 """Within these a sparse step was the faster one on a CPU (experiments/06_sparsity, finetune.jsonl)."""
 
 

@@ -1,10 +1,14 @@
 """The table of the sparsity experiment is that of its rows, and no time measured on a busy machine is among them."""
 
 import importlib.util
+import itertools
 import json
 from pathlib import Path
 
 import pytest
+import torch
+
+from qsparse.sparse.finetune import sparse_steps_pay
 
 HERE = Path(__file__).resolve().parents[2] / "experiments" / "06_sparsity"
 
@@ -51,6 +55,23 @@ def test_the_density_reached_is_the_one_asked_for(rows):
         else:
             n, m = map(int, row["pattern"].split(":"))
             assert row["density"] == n / m
+
+
+def test_the_fine_tunings_table_is_that_of_its_rows_and_its_thresholds_are_read_off_it(monkeypatch):
+    monkeypatch.syspath_prepend(str(HERE))
+    steps = importlib.import_module("finetune")
+    found = [json.loads(line) for line in steps.ROWS.read_text().splitlines()]
+    text = (HERE / "README.md").read_text()
+    assert text.split(steps.BEGIN)[1].split(steps.END)[0].strip() == steps.table(found)
+    for row in found:
+        masks = {"all": torch.arange(weights := weights_of(row["sizes"])) < round(row["density"] * weights)}
+        if sparse_steps_pay(masks, row["batch"], torch.device("cpu")):
+            assert row["ratio"] > 1
+    assert sum(row["ratio"] > 1 for row in found) > 12
+
+
+def weights_of(sizes):
+    return sum(k * n for k, n in itertools.pairwise(sizes))
 
 
 def test_the_pairs_and_wandas_table_are_those_of_the_rows(run, rows, monkeypatch):
