@@ -4,8 +4,9 @@
 //
 // A block keeps its MB rows of x in shared memory, turned to [k][m], and owns `block_rows` rows of W. A warp takes a row:
 // its lanes share out the entries, read side by side, meet each with the MB values of column k, and add up by shuffles.
-// A row of more than LONG entries is shared out among all warps. Where x is wider than shared memory, it comes in chunks
-// of `width` columns, and a row's entries outside the chunk wait for theirs.
+// The first entries of its next row are on their way meanwhile. A row of more than LONG entries is shared out among all
+// warps, and so are the rows of a block that has few. Where x is wider than shared memory, it comes in chunks of `width`
+// columns, and a row's entries outside the chunk wait for theirs.
 
 #include "common/spmm.cuh"
 
@@ -79,16 +80,28 @@ spmm_csr_small(const T* __restrict__ x, long long x_m, long long x_k, const T* _
     const int batch = static_cast<int>(min(static_cast<long long>(MB), M - m0));
 
     for (int i = threadIdx.x; i < rows * MB; i += THREADS) sums_of_rows[i] = 0.0f;
+    // Row r of the block: its entries; none beyond the block.
+    struct Span { int begin, end; };
+    const auto span_of = [&](int r) {
+        if (r >= rows) return Span{0, 0};
+        return Span{row_offsets[n0 + r], row_offsets[n0 + r + 1]};
+    };
+    int ways = 1;  // warps that share out a row, where there are more of them than rows
+    while (2 * ways * rows <= WARPS) ways *= 2;
+    const int first_row = warp / ways, offset = warp % ways * WARP + lane, step = ways * WARP;
+    const auto load_first = [&](Entries<T>& to, const Span& span) {
+        to.load(values, cols, span.begin + offset, span.end, step);
+    };
+    Span span = span_of(first_row), span_after = span_of(first_row + WARPS);
     Entries<T> first;  // of the warp's first row: on their way while x is
-    const long long first_row = n0 + min(warp, rows - 1);
-    first.load(values, cols, row_offsets[first_row] + lane, row_offsets[first_row + 1], WARP);
+    load_first(first, span);
     const int block_begin = row_offsets[n0], block_end = row_offsets[n0 + rows];
     prefetch(values, block_begin, block_end);
     prefetch(cols, block_begin, block_end);
     for (long long k0 = 0; k0 < K; k0 += width) {
         const int here = static_cast<int>(min(static_cast<long long>(width), K - k0));
         __syncthreads();
-#pragma unroll 2
+#pragma unroll 4
         for (int k = threadIdx.x; k < here; k += THREADS) {
             T v[MB];
 #pragma unroll
@@ -118,19 +131,34 @@ spmm_csr_small(const T* __restrict__ x, long long x_m, long long x_k, const T* _
             }
         };
         bool any_long = false;
-        for (int r = warp; r < rows; r += WARPS) {
-            const int begin = row_offsets[n0 + r], end = row_offsets[n0 + r + 1];
-            if (end - begin > LONG) {
-                any_long = true;
-                continue;
-            }
-            float sums[MB] = {};
-            if (r >= WARPS || k0) first.load(values, cols, begin + lane, end, WARP);
-            add_entries(sums, first, begin + lane, end, WARP);
-            const float sum = add_lanes(sums, lane);
-            if (lane % (WARP / MB) == 0) sums_of_rows[r * MB + lane / (WARP / MB)] += sum;
+        if (k0) {
+            span = span_of(first_row), span_after = span_of(first_row + WARPS);
+            load_first(first, span);
         }
-        if (!__syncthreads_or(any_long)) continue;
+        for (int r = first_row; r < rows; r += WARPS) {
+            Entries<T> first_after;  // of the next row: on their way while this one is added up
+            load_first(first_after, span_after);
+            const Span mine = span;
+            span = span_after;
+            span_after = span_of(r + 2 * WARPS);
+            if (ways == 1 && mine.end - mine.begin > LONG) {
+                any_long = true;
+            } else {
+                float sums[MB] = {};
+                add_entries(sums, first, mine.begin + offset, mine.end, step);
+                const float sum = add_lanes(sums, lane);
+                if (lane % (WARP / MB) == 0) {
+                    if (ways > 1) sums_of_warps[warp][lane / (WARP / MB)] = sum;
+                    else sums_of_rows[r * MB + lane / (WARP / MB)] += sum;
+                }
+            }
+            first = first_after;
+        }
+        any_long = __syncthreads_or(any_long);
+        if (ways > 1)
+            for (int i = threadIdx.x; i < rows * MB; i += THREADS)
+                for (int way = 0; way < ways; ++way) sums_of_rows[i] += sums_of_warps[i / MB * ways + way][i % MB];
+        if (!any_long) continue;
         for (int r = 0; r < rows; ++r) {
             const int begin = row_offsets[n0 + r], end = row_offsets[n0 + r + 1];
             if (end - begin <= LONG) continue;  // for all threads alike

@@ -5,6 +5,8 @@ The face of the operation is :mod:`qsparse.kernels.spmm_csr`; it hands over arra
 
 from __future__ import annotations
 
+import math
+
 import torch
 
 from qsparse.kernels._face import C_FLOATS
@@ -26,13 +28,20 @@ def instances() -> tuple[str, ...]:
     )
 
 
-def pays(dtype: torch.dtype, m: int, n: int, k: int, nnz: int) -> bool:
-    """Whether writing and multiplying a dense W takes less time than going through the entries, in µs on an H200."""
+def time(dtype: torch.dtype, m: int, n: int, k: int) -> float:
+    """µs on an H200 of writing W out and multiplying, the second in float32 as "highest" does."""
     if n * k >= 2**31:
-        return False
+        return math.inf
     if dtype == torch.float32:
-        return min(m, n) >= 128 and 40 + n * k * 4 / 2.5e6 + m * n * k / 9e7 < 20 + m * nnz / 6e6
-    return 15 + n * k * 2 / 2.5e6 + m * n * k / 2.5e8 < 18 + n * k / 4e5 + m * nnz / 4e6
+        return 40 + n * k * 4 / 2.5e6 + m * n * k / 9e7
+    return 15 + n * k * 2 / 2.5e6 + m * n * k / 2.5e8
+
+
+def pays(dtype: torch.dtype, m: int, n: int, k: int, nnz: int) -> bool:
+    """Whether writing and multiplying a dense W takes less time than tiles that go through the entries."""
+    if dtype == torch.float32:
+        return min(m, n) >= 128 and time(dtype, m, n, k) < 20 + m * nnz / 6e6
+    return time(dtype, m, n, k) < 18 + n * k / 4e5 + m * nnz / 4e6
 
 
 def spmm(x, values, cols, row_offsets, bias, n: int, relu: bool) -> torch.Tensor:

@@ -135,7 +135,7 @@ class Plan:
 
 def pays(m: int, n: int) -> bool:
     """Whether these kernels take less time than those of ``spmm_csr_sm80.cu``, on an H200."""
-    return m >= 512 and n >= 512
+    return min(m, n) >= 512 and m * n >= 2**21
 
 
 def spmm(x, values, cols, row_offsets, bias, y, relu: bool, plan: Plan | None) -> None:

@@ -1,4 +1,4 @@
-"""The host side of ``spmm_csr_sm80.cu`` and ``spmm_csr_small_sm80.cu``: plans, tiles, launches.
+"""The host side of ``spmm_csr_sm80.cu`` and ``spmm_csr_small_sm80.cu``: plans, tiles, launches; and who takes what.
 
 The face of the operation is :mod:`qsparse.kernels.spmm_csr`; it hands over arrays that are checked and contiguous.
 """
@@ -12,13 +12,14 @@ from dataclasses import dataclass
 
 import torch
 
-from qsparse.kernels import _spmm_expand_sm90, _spmm_groups_sm90
+from qsparse.kernels import _spmm_expand_sm90, _spmm_groups_sm90, _spmm_slab_sm90
 from qsparse.kernels._face import C_FLOATS, matrix, rows
 from qsparse.kernels._load import launch, multiprocessors
 
 TILES_SOURCE, SMALL_SOURCE = "spmm_csr_sm80.cu", "spmm_csr_small_sm80.cu"
 INDICES = {torch.int32: "int", torch.uint16: "unsigned short"}
 SMALL_M = 16  # up to here what takes time is reading W's entries
+SMALL_N, SMALL_N_M = 16, 4096  # so few rows of W are too few for tiles, up to so many rows of x
 _BATCHES = (1, 4, 8)  # rows of x that a block of the small kernel may hold
 _CONSUMERS, _WARPS, _PLAN_BLOCK, _SEGMENTS_BLOCK, _SMALL_BLOCK = 12, 16, 1024, 256, 512
 _STATIC_SHARED = 12288  # bytes that the kernels declare themselves, at most
@@ -168,8 +169,9 @@ def spmm(x, values, cols, row_offsets, bias, n: int, relu: bool, columns: bool, 
     """``act(x @ W.T + bias)``, row-major, or column-major with ``columns``; float32 by multiply-adds with ``ieee``."""
     (m, k), nnz = x.shape, values.numel()
     hopper = torch.cuda.get_device_capability(x.device) == (9, 0)
-    large = m > SMALL_M and n and nnz and k
-    by_tensor_cores = large and hopper and not columns and not (ieee and x.dtype == torch.float32)
+    large = m > SMALL_M and (n > SMALL_N or m > SMALL_N_M) and n and nnz and k
+    slab = _slab_choice(x, n, nnz) if large and hopper else None
+    by_tensor_cores = large and hopper and not columns and not (ieee if x.dtype == torch.float32 else slab)
     if by_tensor_cores and _spmm_expand_sm90.pays(x.dtype, m, n, k, nnz):
         return _spmm_expand_sm90.spmm(x, values, cols, row_offsets, bias, n, relu)
     y = torch.empty((n, m) if columns else (m, n), dtype=x.dtype, device=x.device)
@@ -178,6 +180,8 @@ def spmm(x, values, cols, row_offsets, bias, n: int, relu: bool, columns: bool, 
         return y
     if not large:
         _small(x, values, cols, row_offsets, bias, y, relu)
+    elif slab:
+        run_slab(slab, x, values, cols, row_offsets, bias, y, relu, plan)
     elif hopper and x.dtype == torch.float32 and _spmm_groups_sm90.pays(m, n):
         _spmm_groups_sm90.spmm(x, values, cols, row_offsets, bias, y, relu, plan and plan.groups)
     else:
@@ -216,6 +220,39 @@ def _small(x, values, cols, row_offsets, bias, y, relu: bool) -> None:
     )
 
 
+def _slab_choice(x, n: int, nnz: int) -> _spmm_slab_sm90.Choice | None:
+    """The slabs of x that a block keeps, where they take less time than the other kernels, on an H200.
+
+    Float32: where all blocks run at once, or W is low and sparse. Halves: than the tensor cores.
+    """
+    (m, k), itemsize = x.shape, x.element_size()
+    _, processors = multiprocessors(x.device.index)
+    time, choice = _spmm_slab_sm90.choose(m, n, k, nnz, itemsize, processors)
+    if choice is None:
+        return None
+    if x.dtype == torch.float32:
+        pays = choice.waves(m, n, processors) == 1 or (n < 512 and 20 * nnz <= n * k)
+    else:
+        pays = time < _spmm_expand_sm90.time(x.dtype, m, n, k)
+    return choice if pays else None
+
+
+def run_slab(choice, x, values, cols, row_offsets, bias, y, relu: bool, plan: Plan | None) -> None:
+    """The product by slabs of x that a block keeps."""
+    (m, k), n = x.shape, y.shape[1]
+    width = _spmm_slab_sm90.PLAN_WIDTH
+    if choice.split > 1 and plan is None:
+        plan = Plan(cols, row_offsets, (n, k), (width,), look=False)
+    partial = _partial(plan, m) if choice.split > 1 else None
+    x, k_major, stride = matrix(x)
+    steps = (stride, 1) if k_major else (1, stride)
+    of_x = MATRIX.pack(x.data_ptr(), *steps, m, k, wide(x, k_major, stride))
+    output = _OUTPUT.pack(y.data_ptr(), _address(bias), _address(partial), *y.stride(), m, relu)
+    _spmm_slab_sm90.run(choice, x, values, cols, row_offsets, plan, y, of_x, output)
+    if partial is not None:
+        _join(plan, y, output)
+
+
 def _tiles(x, values, cols, row_offsets, bias, y, relu: bool, plan: Plan | None) -> None:
     (m, k), n, nnz = x.shape, y.shape[1], values.numel()
     device, itemsize = x.device, x.element_size()
@@ -226,16 +263,15 @@ def _tiles(x, values, cols, row_offsets, bias, y, relu: bool, plan: Plan | None)
 
 def run_tile(tile: Tile, rows: int, x, values, cols, row_offsets, bias, y, relu: bool, plan: Plan | None) -> None:
     """The product by one tile, ``rows`` rows of W a block."""
-    (m, k), n, nnz = x.shape, y.shape[1], values.numel()
+    (m, k), n = x.shape, y.shape[1]
     device, itemsize = x.device, x.element_size()
     plan = plan or Plan(cols, row_offsets, (n, k), (tile.width,), look=False)
     x, k_major, stride = matrix(x)
-    slots = 0 if plan.splits is False else 2 * (nnz // plan.limit)
-    partial = torch.empty((slots, m), dtype=torch.float32, device=device)
+    partial = _partial(plan, m)
     arrays = (cols, row_offsets, plan.segments(tile.width), plan.parts, plan.first)
     slabs = -(-k // tile.width)
-    weights = WEIGHTS.pack(*(a.data_ptr() for a in arrays), n, k, plan.most_parts, nnz, slabs, tile.width)
-    output = _OUTPUT.pack(y.data_ptr(), _address(bias), partial.data_ptr(), *y.stride(), m, relu)
+    weights = WEIGHTS.pack(*(a.data_ptr() for a in arrays), n, k, plan.most_parts, plan.nnz, slabs, tile.width)
+    output = _OUTPUT.pack(y.data_ptr(), _address(bias), _address(partial), *y.stride(), m, relu)
     steps = (stride, 1) if k_major else (1, stride)
     blocks = -(-plan.most_parts // rows)
     launch(
@@ -256,15 +292,24 @@ def run_tile(tile: Tile, rows: int, x, values, cols, row_offsets, bias, y, relu:
         block=32 * _WARPS,
         shared=tile.shared(itemsize),
     )
-    if slots:
-        arguments = (plan.first.data_ptr(), n, output)
-        instance = f"spmm_csr_join<{C_FLOATS[x.dtype]}>"
-        launch(
-            device,
-            TILES_SOURCE,
-            instance,
-            f"Pq{_OUTPUT.size}s",
-            arguments,
-            grid=min(n, _PLAN_BLOCK),
-            block=_PLAN_BLOCK,
-        )
+    if partial is not None:
+        _join(plan, y, output)
+
+
+def _partial(plan: Plan, m: int) -> torch.Tensor | None:
+    """Room for the sums of rows in parts, (slots, M); None where no row is."""
+    slots = 0 if plan.splits is False else 2 * (plan.nnz // plan.limit)
+    return torch.empty((slots, m), dtype=torch.float32, device=plan.cols.device) if slots else None
+
+
+def _join(plan: Plan, y, output: bytes) -> None:
+    """The outputs of rows in parts."""
+    launch(
+        y.device,
+        TILES_SOURCE,
+        f"spmm_csr_join<{C_FLOATS[y.dtype]}>",
+        f"Pq{_OUTPUT.size}s",
+        (plan.first.data_ptr(), plan.n, output),
+        grid=min(plan.n, _PLAN_BLOCK),
+        block=_PLAN_BLOCK,
+    )

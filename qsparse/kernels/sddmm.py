@@ -14,7 +14,7 @@ _CPU_PRODUCTS = 2**24  # held at once
 
 SOURCES = {
     _SIMT_SOURCE: tuple(f"sddmm_rows<{c_type}>" for c_type in C_FLOATS.values()),
-    _sddmm_sm80.SOURCE: _sddmm_sm80.instances(),
+    **_sddmm_sm80.instances(),
 }
 
 

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import torch
 
-from qsparse.kernels import _spmm, _spmm_expand_sm90, _spmm_groups_sm90, _spmm_sm80
+from qsparse.kernels import _spmm, _spmm_expand_sm90, _spmm_groups_sm90, _spmm_slab_sm90, _spmm_sm80
 from qsparse.kernels._face import C_FLOATS, check_same_device, check_tensor, face, rows
 
 SOURCES = {
     "spmm_csr.cu": _spmm.simt_instances("spmm_csr"),
     **_spmm_sm80.instances(),
     _spmm_groups_sm90.SOURCE: _spmm_groups_sm90.instances(),
+    _spmm_slab_sm90.SOURCE: _spmm_slab_sm90.instances(),
     _spmm_expand_sm90.SOURCE: _spmm_expand_sm90.instances(),
 }
 

@@ -6,6 +6,7 @@ import scipy.sparse
 import torch
 
 from qsparse import kernels
+from qsparse.kernels import _sddmm_sm80
 from qsparse.oracles.sddmm import sddmm as oracle
 
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
@@ -87,3 +88,45 @@ def test_refuses_what_does_not_fit(device, normal, sparse):
         kernels.sddmm(dy, x, cols, offsets[1:])
     with pytest.raises(ValueError, match=r"^col_indices\[0\] is 6, outside \[0, 6\)"):
         kernels.sddmm(dy, x, torch.full_like(cols, 6), offsets)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_every_division(dtype, normal, sparse, to_numpy, assert_close):
+    """Slabs of the batch in turn and side by side, slices of the columns, tiles; rows in parts and in no order."""
+    device = torch.device("cuda", 0)
+    for k, slices in ((300, 1), (301, 1), (2500, 8)):
+        w = sparse(90, k, 0.1)
+        w[1], w[2] = 1, 0
+        cols, offsets = pattern(w, device)
+        third = slice(int(offsets[3]), int(offsets[4]))
+        cols[third] = cols[third].flip(0)
+        n = np.repeat(np.arange(90), np.diff(to_numpy(offsets)))
+        plan = kernels.spmm_csr.plan(cols, offsets, shape=w.shape)
+        for m, steps, known, index in (
+            (300, 2, None, torch.int32),
+            (65, 9, plan, torch.int32),
+            (40, 1, None, torch.uint16),
+        ):
+            dy, x = (normal(m, width, dtype=dtype, device=device) for width in (90, k))
+            reference = (to_numpy(dy).T @ to_numpy(x))[n, cols.cpu().numpy()]
+            choice = _sddmm_sm80.Slabs(37, slices, steps)
+            assert choice.shared(k) <= 222 * 1024
+            arrays = (dy, x, cols.to(index), offsets, known)
+            assert_close(_sddmm_sm80.run_slabs(choice, *arrays), reference)
+            assert_close(_sddmm_sm80.run_tiles(50, *arrays), reference)
+            turned = (dy.t().contiguous().t(), x.t().contiguous().t(), *arrays[2:])
+            assert_close(_sddmm_sm80.run_slabs(choice, *turned), reference)
+
+
+@pytest.mark.parametrize("kilobytes", [99, 163, 227])
+def test_every_choice_of_slabs_fits_the_card(kilobytes):
+    budget = kilobytes * 1024 - 12288
+    for itemsize in (2, 4):
+        for m, n, k, nnz in ((1, 1, 1, 1), (64, 4096, 4096, 10**6), (60000, 256, 784, 20000), (20, 10**5, 40, 5000)):
+            choice = _sddmm_sm80.choose_slabs(m, n, k, nnz, itemsize, budget, 132)
+            if choice:
+                assert choice.shared(k) <= budget
+                assert choice.ranges(m, itemsize) * choice.steps * 32 * 8 // itemsize >= m
+            else:
+                assert k == 4096

@@ -8,7 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from qsparse import kernels
-from qsparse.kernels import _spmm_expand_sm90, _spmm_groups_sm90, _spmm_sm80
+from qsparse.kernels import _spmm_expand_sm90, _spmm_groups_sm90, _spmm_slab_sm90, _spmm_sm80
+from qsparse.kernels._load import launched
 from qsparse.oracles.spmm_csr import spmm_csr as oracle
 
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
@@ -377,3 +378,81 @@ def test_every_tile_of_groups(tile, split, normal, sparse, to_numpy, assert_clos
             for y in (x.new_empty(333, 401), x.new_empty(401, 333).t()):
                 _spmm_groups_sm90.run(choice, operand, values, bias, y, True, plan)
                 assert_close(y, reference)
+
+
+def uneven(n: int, k: int, dtype, device, normal, sparse):
+    """CSR with a full row, an empty one, one whose columns do not ascend and one in which a column repeats; and W."""
+    w = sparse(n, k, 0.1, torch.float32)
+    w[1], w[2], w[5, :40] = normal(k), 0, 1.5
+    values, cols, offsets = to_csr(w.to(dtype), "cpu")
+    third, fourth = (slice(int(offsets[r]), int(offsets[r + 1])) for r in (3, 4))
+    values[third], cols[third] = values[third].flip(0), cols[third].flip(0)
+    cols[fourth.start] = cols[fourth.start + 1]
+    rows = np.repeat(np.arange(n), np.diff(offsets.numpy()))
+    dense = scipy.sparse.coo_array((values.double().numpy(), (rows, cols.numpy())), shape=(n, k)).toarray()
+    return (values.to(device), cols.to(device), offsets.to(device)), dense
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_every_tile(dtype, normal, sparse, to_numpy, assert_close):
+    device = torch.device("cuda", 0)
+    csr, dense = uneven(90, 3001, dtype, device, normal, sparse)
+    x, bias = normal(150, 3001, dtype=dtype, device=device), normal(90, dtype=dtype, device=device)
+    reference = (to_numpy(x) @ dense.T + to_numpy(bias)).clip(min=0)
+    for tile in _spmm_sm80.tiles(x.element_size(), _spmm_sm80.shared_budget(0)):
+        for plan in (None, kernels.spmm_csr.plan(*csr[1:], shape=dense.shape)):
+            y = torch.full((150, 90), NAN, dtype=dtype, device=device)
+            _spmm_sm80.run_tile(tile, 40, x, *csr, bias, y, True, plan)
+            assert_close(y, reference)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    ("dtype", "v"), [(torch.float32, 1), (torch.float32, 2), (torch.float16, 2), (torch.bfloat16, 2)]
+)
+def test_every_slab(dtype, v, normal, sparse, to_numpy, assert_close):
+    """Blocks that divide K and such that do not, both directions of x and y, rows in parts and in no order."""
+    device = torch.device("cuda", 0)
+    if torch.cuda.get_device_capability(device)[0] != 9:
+        pytest.skip("no Hopper GPU")
+    for k, split in ((60, 1), (300, 1), (301, 1), (1101, 2), (3000, 8)):
+        csr, dense = uneven(90, k, dtype, device, normal, sparse)
+        bias = normal(90, dtype=dtype, device=device)
+        choice = _spmm_slab_sm90.Choice(v, 34, split)
+        assert choice.shared(k, dtype.itemsize) <= _spmm_slab_sm90.SHARED
+        narrow = csr[0], csr[1].to(torch.uint16), csr[2]
+        plan = kernels.spmm_csr.plan(*csr[1:], shape=dense.shape)
+        for m, parts, known in ((33, csr, None), (150, csr, plan), (64, narrow, None)):
+            x = normal(m, k, dtype=dtype, device=device)
+            reference = (to_numpy(x) @ dense.T + to_numpy(bias)).clip(min=0)
+            for operand in (x, x.t().contiguous().t(), normal(m, k + 8, dtype=dtype, device=device)[:, :k].copy_(x)):
+                for y in (x.new_full((m, 90), NAN), x.new_full((90, m), NAN).t()):
+                    _spmm_sm80.run_slab(choice, operand, *parts, bias, y, True, known)
+                    assert_close(y, reference)
+
+
+def test_every_choice_of_slabs_fits_a_hopper_card():
+    for itemsize in (2, 4):
+        for m, n, k, nnz in ((17, 1, 1, 1), (64, 4096, 4096, 10**6), (60000, 256, 784, 20000), (20, 10**5, 40, 5000)):
+            time, choice = _spmm_slab_sm90.choose(m, n, k, nnz, itemsize, 132)
+            assert time > 0
+            assert choice.rows >= 1
+            assert choice.shared(k, itemsize) <= _spmm_slab_sm90.SHARED
+            assert choice.split == 1 or choice.width(k) % _spmm_slab_sm90.PLAN_WIDTH == 0
+    assert _spmm_slab_sm90.choose(64, 10, 10**6, 10**5, 4, 132)[1] is None
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("m", [40, 300])
+def test_few_rows_of_w(m, normal, sparse, to_numpy, assert_close):
+    """Fewer of them than a block has warps: some share a row out."""
+    for n in (1, 2, 3, 7, 16):
+        w = sparse(n, 900, 0.7)
+        csr = to_csr(w, "cuda")
+        x, bias = normal(m, 900, device="cuda"), normal(n, device="cuda")
+        with launched() as kernels_run:
+            y = kernels.spmm_csr(x, *csr, bias, shape=w.shape)
+        if torch.cuda.get_device_capability() >= (8, 0):
+            assert [name.partition(":")[0] for name in kernels_run] == [_spmm_sm80.SMALL_SOURCE]
+        assert_close(y, to_numpy(x) @ to_numpy(w).T + to_numpy(bias))
