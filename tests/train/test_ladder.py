@@ -91,6 +91,11 @@ def test_without_a_compiler_c_is_left_out_and_said(tmp_path, monkeypatch):
     assert "c is left out: --backend c needs a C compiler" in said[0]
 
 
+def test_rungs_can_be_left_out():
+    measured = ladder(data.load("mnist-5k", 3500), CONFIG, rounds=1, say=lambda _: None, without=["numpy", "c"])
+    assert [row["backend"] for row in measured.rows] == ["torch"]
+
+
 def test_the_table_names_the_ratio():
     measured = ladder(data.load("mnist-5k", 3500), CONFIG, rounds=1, say=lambda _: None)
     text = io.StringIO()
