@@ -48,19 +48,25 @@ def sparsify(
     model: MLP,
     masks: dict[str, torch.Tensor] | SparseConfig,
     data: Dataset | str | None = None,
-    format: str = "csr",
+    format: str | None = None,
 ) -> MLP:
     """Return a copy of `model` that stores only the weights that stay (see `qsparse.sparse`).
 
-    `masks` maps a layer's name to a bool tensor (N, K), True where the weight stays; `format` is "csr", "coo", "2:4",
-    "bitmap" or "auto", and may come third. Or `masks` is a `qsparse.sparse.SparseConfig`, which names the format too,
-    and `data` the data set whose training images its pruner looks at (wanda, snip, sparsegpt and movement need it), or
-    a pair of images and labels.
+    `masks` maps a layer's name to a bool tensor (N, K), True where the weight stays; `format` is "csr" (left out),
+    "coo", "2:4", "bitmap" or "auto", and may come third. Or `masks` is a `qsparse.sparse.SparseConfig`, which names the
+    format too, and `data` the data set whose training images its pruner looks at (wanda, snip, sparsegpt and movement
+    need it), or a pair of images and labels.
     """
     from qsparse import sparse
 
+    if isinstance(data, str) and format is None:
+        data, format = None, data
     if not isinstance(masks, sparse.SparseConfig):
-        return sparse.sparsify(model, masks, data if isinstance(data, str) else format)
+        if data is not None:
+            raise TypeError("masks choose the weights already: data are of a SparseConfig")
+        return sparse.sparsify(model, masks, format or "csr")
+    if format is not None:
+        raise TypeError(f"a SparseConfig names the format itself, as SparseConfig(0.1, format={format!r})")
     if masks.dtype == "int8":
         return sparse.compress(model, masks, data)
     return sparse.sparsify_as(masks, *sparse.prune(model, masks, data))[0]

@@ -203,7 +203,6 @@ def test_images_and_labels_will_do_as_data(digits, trained):
             "images and labels must be a Split, .* or a pair of arrays, not Tensor",
         ),
         (np.zeros((5, 784)), TypeError, "images and labels must be a Split, .* not ndarray"),
-        ("mnist", TypeError, "images and labels must be a Split, .* not str"),
         ((torch.zeros(5, 784), None), TypeError, "images and labels must be a Split, .* not tuple"),
         ((torch.zeros(5, 784), torch.zeros(5)), TypeError, r"labels whole numbers, not torch\.float32, torch\.float32"),
         ((torch.zeros(5, 784), torch.zeros(4).long()), ValueError, r"not \(5, 784\), \(4,\)"),
@@ -233,3 +232,12 @@ def test_the_call_with_masks_keeps_working(trained):
     ):
         assert sparse.fc1.format == "coo"
     assert qsparse.sparsify(trained, masks).fc1.format == "csr"
+
+
+def test_what_would_have_no_effect_is_refused(digits, trained):
+    masks = magnitude_masks(prunable_weights(trained), 0.2)
+    with pytest.raises(TypeError, match="masks choose the weights already"):
+        qsparse.sparsify(trained, masks, digits)
+    for format in ({"data": "coo"}, {"data": digits, "format": "coo"}):
+        with pytest.raises(TypeError, match=r"names the format itself, as SparseConfig\(0.1, format='coo'\)"):
+            qsparse.sparsify(trained, SparseConfig(0.2), **format)
