@@ -392,3 +392,27 @@ def test_what_cannot_be_is_refused():
         nn.WeightOnlyLinear(3, 4, group=0)
     with pytest.raises(ValueError, match=r"^unknown kind of layer 'Conv'; known are Linear, .*WeightOnlyLinear"):
         nn.from_description({"kind": "Conv"})
+
+
+ONES = torch.ones(1, 8)
+
+
+@pytest.mark.parametrize(
+    ("make", "name"),
+    [
+        (lambda a: nn.QuantLinear.from_integers(a, ONES), "weight"),
+        (lambda a: nn.QuantLinear.from_integers(ONES, a), "weight_scale"),
+        (lambda a: nn.ZeroPointLinear.from_integers(a, ONES), "weight"),
+        (lambda a: nn.WeightOnlyLinear.from_integers(ONES, a), "scale"),
+        (lambda a: nn.Fp8Linear.from_numbers(a, ONES), "q"),
+        (lambda a: nn.SparseLinear.from_csr(a, ONES, ONES, shape=(1, 8)), "values"),
+        (lambda a: nn.SparseLinear.from_coo(ONES, ONES, a, shape=(1, 8)), "cols"),
+        (lambda a: nn.QuantSparseLinear.from_integers(ONES, a, ONES, ONES, shape=(1, 8)), "col_indices"),
+        (lambda a: nn.TwoFourLinear.from_24(ONES, a, shape=(1, 8)), "metadata"),
+        (lambda a: nn.QuantTwoFourLinear.from_integers(ONES, ONES, a, shape=(1, 8)), "weight_scale"),
+        (lambda a: nn.BitmapLinear.from_tiles(a, ONES, ONES, shape=(1, 8)), "values"),
+    ],
+)
+def test_a_layer_of_what_is_no_tensor_is_refused(make, name):
+    with pytest.raises(TypeError, match=rf"^{name} must be a torch.Tensor, not list$"):
+        make([[1.0]])

@@ -14,6 +14,13 @@ def check_activation(activation: str | None) -> None:
         raise ValueError(f'activation must be None or "relu", got {activation!r}')
 
 
+def check_tensors(**arrays: object) -> None:
+    """Raise TypeError, naming the argument, unless all are tensors."""
+    for name, array in arrays.items():
+        if not isinstance(array, torch.Tensor):
+            raise TypeError(f"{name} must be a torch.Tensor, not {type(array).__name__}")
+
+
 def by_rows(x: torch.Tensor, function) -> torch.Tensor:
     """Apply a function of matrices to ``x (..., K)`` by flattening the leading dimensions."""
     if x.dim() == 2:

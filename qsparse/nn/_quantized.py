@@ -6,7 +6,7 @@ from typing import Self
 
 import torch
 
-from qsparse.nn._common import InferenceLinear
+from qsparse.nn._common import InferenceLinear, check_tensors
 
 
 class QuantizedLinear(InferenceLinear):
@@ -48,6 +48,7 @@ class QuantizedInputLinear(QuantizedLinear):
     @classmethod
     def _holding(cls, weight, weight_scale, bias, activation, input_scale) -> Self:
         """A layer that holds these very arrays, and a copy of the bias in float32."""
+        check_tensors(weight=weight, weight_scale=weight_scale)
         n, k = weight.shape
         layer = cls(k, n, bias is not None, activation, "dynamic" if input_scale is None else "static")
         layer.weight, layer.weight_scale, layer.input_scale = weight, weight_scale, input_scale

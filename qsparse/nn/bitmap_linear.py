@@ -6,7 +6,7 @@ import torch
 
 from qsparse import kernels
 from qsparse.kernels import _bitmap_tiles
-from qsparse.nn._common import SparseStorage, describe
+from qsparse.nn._common import SparseStorage, check_tensors, describe
 
 
 class BitmapLinear(SparseStorage):
@@ -46,6 +46,7 @@ class BitmapLinear(SparseStorage):
     @classmethod
     def from_tiles(cls, values, masks, offsets, *, shape, bias=None, activation=None) -> BitmapLinear:
         """From the arguments of ``kernels.spmm_bitmap``, which are kept, not copied; ValueError if bad."""
+        check_tensors(values=values, masks=masks, offsets=offsets)
         n, k = shape
         layer = cls(k, n, values.numel(), bias is not None, activation, dtype=values.dtype)
         bias = None if bias is None else bias.detach().to(values.dtype)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from qsparse import kernels
+from qsparse.nn._common import check_tensors
 from qsparse.nn._quantized import QuantizedInputLinear
 
 FP8 = torch.float8_e4m3fn
@@ -25,6 +26,7 @@ class Fp8Linear(QuantizedInputLinear):
     @classmethod
     def from_numbers(cls, q, weight_scale, bias=None, activation=None, input_scale=None) -> Fp8Linear:
         """A layer of weights rounded already: e4m3 numbers q (N, K) of any float dtype, scales (N,), bias (N,)."""
+        check_tensors(q=q)
         weight = q.to(FP8).contiguous().view(torch.uint8)
         return cls._holding(weight, weight_scale, bias, activation, input_scale)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from qsparse import kernels
-from qsparse.nn._common import by_rows, describe
+from qsparse.nn._common import by_rows, check_tensors, describe
 from qsparse.nn.sparse_linear import SparseLinear
 
 _UINT16 = 2**16
@@ -39,6 +39,7 @@ class QuantSparseLinear(SparseLinear):
         cls, values, col_indices, row_offsets, weight_scale, *, shape, bias=None, activation=None
     ) -> QuantSparseLinear:
         """From int8 ``values`` in CSR with scales (N,); ValueError for a bad index."""
+        check_tensors(values=values, col_indices=col_indices, row_offsets=row_offsets, weight_scale=weight_scale)
         n, k = shape
         layer = cls(k, n, values.numel(), bias is not None, activation)
         arrays = {"values": values, "col_indices": col_indices.to(_index_dtype(k)), "row_offsets": row_offsets}

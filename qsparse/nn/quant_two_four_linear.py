@@ -6,7 +6,7 @@ import torch
 
 from qsparse import kernels
 from qsparse.kernels import _two_four
-from qsparse.nn._common import describe
+from qsparse.nn._common import check_tensors, describe
 from qsparse.nn.two_four_linear import TwoFourLinear
 
 _FEW = 16
@@ -32,6 +32,7 @@ class QuantTwoFourLinear(TwoFourLinear):
     @classmethod
     def from_integers(cls, values, metadata, weight_scale, *, shape, bias=None, activation=None) -> QuantTwoFourLinear:
         """From int8 ``values`` with scales (N,); ValueError for bad metadata."""
+        check_tensors(values=values, metadata=metadata, weight_scale=weight_scale)
         n, k = shape
         layer = cls(k, n, bias is not None, activation)
         bias = None if bias is None else bias.detach().float().clone()

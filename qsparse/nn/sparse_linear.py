@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from qsparse import kernels
-from qsparse.nn._common import SparseStorage, by_rows, describe
+from qsparse.nn._common import SparseStorage, by_rows, check_tensors, describe
 from qsparse.nn._sparse_pattern import Pattern
 
 _INDEX_NAMES = {"csr": ("col_indices", "row_offsets"), "coo": ("rows", "cols")}
@@ -51,11 +51,13 @@ class SparseLinear(SparseStorage):
     @classmethod
     def from_csr(cls, values, col_indices, row_offsets, *, shape, bias=None, activation=None) -> SparseLinear:
         """From the arguments of ``kernels.spmm_csr``, which are kept, not copied; ValueError for a bad index."""
+        check_tensors(values=values, col_indices=col_indices, row_offsets=row_offsets)
         return cls._from("csr", shape, bias, activation, values, (col_indices, row_offsets))
 
     @classmethod
     def from_coo(cls, values, rows, cols, *, shape, bias=None, activation=None) -> SparseLinear:
         """From the arguments of ``kernels.spmm_coo``, in any order; ValueError for a bad index."""
+        check_tensors(values=values, rows=rows, cols=cols)
         rows, order = torch.sort(rows, stable=True)
         return cls._from("coo", shape, bias, activation, values[order], (rows, cols[order]))
 

@@ -6,7 +6,7 @@ import torch
 
 from qsparse import kernels
 from qsparse.kernels import _two_four
-from qsparse.nn._common import SparseStorage, describe
+from qsparse.nn._common import SparseStorage, check_tensors, describe
 
 _FIRST_TWO = 0x44
 """Metadata of two groups that keep their columns 0 and 1."""
@@ -43,6 +43,7 @@ class TwoFourLinear(SparseStorage):
     @classmethod
     def from_24(cls, values, metadata, *, shape, bias=None, activation=None) -> TwoFourLinear:
         """From the arguments of ``kernels.gemm_24``, which are kept, not copied; ValueError for bad metadata."""
+        check_tensors(values=values, metadata=metadata)
         n, k = shape
         layer = cls(k, n, bias is not None, activation, dtype=values.dtype)
         bias = None if bias is None else bias.detach().to(values.dtype)

@@ -6,7 +6,7 @@ import torch
 
 from qsparse import kernels
 from qsparse.kernels.gemm_weight_only import pack_int4, spread_groups
-from qsparse.nn._common import describe
+from qsparse.nn._common import check_tensors, describe
 from qsparse.nn._quantized import QuantizedLinear
 
 _SMALLEST_NORMAL = torch.finfo(torch.float32).tiny
@@ -60,6 +60,7 @@ class WeightOnlyLinear(QuantizedLinear):
         cls, q, scale, bias=None, activation=None, bits: int = 8, group: int | None = None, dtype=torch.float16
     ) -> WeightOnlyLinear:
         """A layer of weights rounded already: integers (N, K) of any dtype, scales (N,) or (N, ceil(K / group))."""
+        check_tensors(q=q, scale=scale)
         n, k = q.shape
         layer = cls(k, n, bias is not None, activation, bits, group, dtype=dtype)
         layer.weight = q.to(torch.int8).contiguous() if bits == 8 else pack_int4(q)

@@ -7,7 +7,8 @@ import torch
 from torch import Tensor
 
 from qsparse.kernels import _bitmap_tiles
-from qsparse.sparse.formats import check_tensors, from_csr
+from qsparse.nn._common import check_tensors
+from qsparse.sparse.formats import from_csr
 
 
 def to_bitmap_tiles(w: Tensor, mask: Tensor) -> tuple[Tensor, Tensor, Tensor]:

@@ -30,6 +30,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from qsparse.kernels import _two_four
+from qsparse.nn._common import check_tensors
 
 _INT32_MAX = torch.iinfo(torch.int32).max
 
@@ -207,13 +208,6 @@ def _pair(bits: int) -> int:
 
 
 _PAIRS = [_pair(bits) for bits in range(16)]
-
-
-def check_tensors(**arrays: object) -> None:
-    """Raise TypeError, naming the argument, unless all are tensors."""
-    for name, array in arrays.items():
-        if not isinstance(array, Tensor):
-            raise TypeError(f"{name} must be a torch.Tensor, not {type(array).__name__}")
 
 
 def _check_mask(array: Tensor, mask: Tensor) -> None:
