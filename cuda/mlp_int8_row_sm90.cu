@@ -196,11 +196,10 @@ __global__ void __launch_bounds__(WARPS * 32, 1) mlp_int8_row_sm90(const __grid_
         for (int o = 0; o < R; ++o) load_row(w[l][o], net.layer[l], first + o);
     if (thread == WARPS * 32 - 32) {
 #pragma unroll
-        for (int l = 0; l < HIDDEN; ++l) {
-            mbarrier_init(&own.received[l], 1);
-            mbarrier_expect_bytes(&own.received[l], net.layer[l].N * 4);
-        }
+        for (int l = 0; l < HIDDEN; ++l) mbarrier_init(&own.received[l], 1);
         mbarrier_init_fence();
+#pragma unroll
+        for (int l = 0; l < HIDDEN; ++l) mbarrier_expect_bytes(&own.received[l], net.layer[l].N * 4);
     }
     __syncwarp();
     cluster_announce();
