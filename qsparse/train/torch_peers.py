@@ -95,10 +95,10 @@ class GraphedTorch(EagerTorch):
         self._order = torch.zeros(images, dtype=torch.int64, device=device)
         self._rates, self._losses = (torch.zeros(-(-images // batch), device=device) for _ in range(2))
         self._at = torch.zeros(1, dtype=torch.int64, device=device)
-        within = torch.arange(min(batch, images), device=device)
+        self._within = torch.arange(min(batch, images), device=device)  # kept, as all that a replay reads
 
         def once() -> None:
-            rows = self._order[self._at * batch + within]
+            rows = self._order[self._at * batch + self._within]
             self._rate.copy_(self._rates[self._at][0])
             self._losses[self._at] = self._step(train.images[rows], train.labels[rows])
             self._at += 1
