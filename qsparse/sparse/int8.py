@@ -11,6 +11,7 @@ Symbols: W (N, K) the weights of a layer, m its mask, s (N,) one scale an output
 from __future__ import annotations
 
 import dataclasses
+import warnings
 from functools import partial
 
 import torch
@@ -22,6 +23,7 @@ from qsparse.models import MLP
 from qsparse.quant.schemes import to_grid, to_reals
 from qsparse.sparse.config import INT8, SparseConfig, check_order
 from qsparse.sparse.convert import sparsify_as
+from qsparse.sparse.masks import EmptyLayerWarning
 from qsparse.sparse.pruning import prune
 from qsparse.sparse.store import BITS, scales
 
@@ -47,7 +49,9 @@ def prune_jointly(
     model: MLP, config: SparseConfig, dataset: Dataset | None
 ) -> tuple[MLP, dict[str, Tensor], dict[str, Tensor]]:
     """`model` pruned and rounded in one pass, dense; layer name -> mask (N, K) bool; layer name -> s (N,) float32."""
-    alone, _ = prune(model, dataclasses.replace(config, correct_bias=False), dataset)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", EmptyLayerWarning)  # which the second pass gives
+        alone, _ = prune(model, dataclasses.replace(config, correct_bias=False), dataset)
     s = {name: scales(layer.weight) for name, layer in alone.layers().items()}
     pruned, masks = prune(model, config, dataset, rounding={name: partial(_round, s=each) for name, each in s.items()})
     return pruned, masks, s

@@ -148,6 +148,12 @@ def test_joint_lies_on_the_grid_and_its_mask_is_exact(digits, trained, fields):
         **fields, pruner="random"), digits), digits.test)[0] + 0.1  # fmt: skip
 
 
+def test_joint_names_a_layer_that_it_empties_once(digits, trained):
+    with pytest.warns(sparse.EmptyLayerWarning) as given:
+        qsparse.compress(trained, SparseConfig(1e-4, "sparsegpt", samples=128), digits, "joint")
+    assert ["fc2" in str(one.message) for one in given] == [True]
+
+
 def test_a_layer_left_with_nothing_still_runs(digits, trained):
     masks = {name: torch.zeros_like(layer.weight, dtype=torch.bool) for name, layer in trained.layers().items()}
     for format in ("csr", "2:4"):
