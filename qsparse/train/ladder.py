@@ -159,9 +159,12 @@ def ladder(
     for their losses. without: rungs to leave out, no peer of a device among them. Times are wall-clock times of an
     epoch's training, without the evaluation; a row has their median.
 
-    Raises UserError when a run diverges, and for a GPU that is not there.
+    Raises UserError when a run diverges, and for a GPU that is not there; ValueError for such a peer in `without`.
     """
-    names = [name for name in runnable(device, say) if name not in without]
+    names = runnable(device, say)
+    if left_out := [name for name in names if name in without and name in PEERS.values()]:
+        raise ValueError(f"{left_out[0]} is what others are compared with: it cannot be left out")
+    names = [name for name in names if name not in without]
     on_gpu = {name for name in names if name.startswith(("torch_", "cuda"))}
     there = dataset.to(resolve_device("cuda")) if on_gpu else dataset
     rungs = {name: _rung(name, there if name in on_gpu else dataset, config) for name in names}

@@ -94,6 +94,8 @@ def test_without_a_compiler_c_is_left_out_and_said(tmp_path, monkeypatch):
 def test_rungs_can_be_left_out():
     measured = ladder(data.load("mnist-5k", 3500), CONFIG, rounds=1, say=lambda _: None, without=["numpy", "c"])
     assert [row["backend"] for row in measured.rows] == ["torch"]
+    with pytest.raises(ValueError, match="torch is what others are compared with"):
+        ladder(data.load("mnist-5k", 3500), CONFIG, rounds=1, say=lambda _: None, without=["torch"])
 
 
 def test_the_table_names_the_ratio():
