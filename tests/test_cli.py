@@ -424,7 +424,11 @@ def start(*arguments: str) -> subprocess.Popen:
         ("quantize --dtype int8 --activations static --calibration mse --percentile 99", "--calibration percentile"),
         ("quantize --dtype int8 --weight-percentile 99", "--weight-calibration percentile"),
         ("quantize --dtype int8wo --group 32", "--granularity group"),
-        ("quantize --dtype int8 --calibration-samples 64", "--activations static, or a --method"),
+        ("quantize --dtype int8 --calibration-samples 64", "--activations static without --range, or a --method"),
+        (
+            "quantize --dtype int8 --activations static --calibration fixed --range 0 1 --calibration-samples 64",
+            "--activations static without --range",
+        ),
         ("quantize --dtype int8 --sweep group=32,64", "--granularity group"),
         ("quantize --dtype int8 --sweep granularity=tensor,channel --group 32", "--granularity group"),
         ("search --dtype int8,int8wo --density 0.1 0.2", "sparse layers"),
