@@ -113,7 +113,7 @@ def _prune(
 ) -> tuple[MLP, dict[str, Tensor]]:
     """`prune` without its warnings, and with the biases corrected wherever `config` says so."""
     weights = prunable_weights(model)
-    calibration = _calibration(config, dataset, model.sizes[0])
+    calibration = _calibration(config, dataset, model.sizes)
     pruned = model.replace({})
     fixed = _fixed_scores(model, weights, config, calibration)
     counts = _counts(model, weights, config, calibration, fixed)
@@ -145,16 +145,21 @@ def _sums(layer: Linear, inputs: Tensor) -> Tensor:
     return functional.linear(inputs, layer.weight, layer.bias)
 
 
-def _calibration(config: SparseConfig, dataset: Dataset | None, inputs: int) -> _Calibration | None:
+def _calibration(config: SparseConfig, dataset: Dataset | None, sizes: tuple[int, ...]) -> _Calibration | None:
     """The images (M, inputs) and labels (M,) that the pruner looks at; None where it looks at none."""
     if not config.needs_data:
         return None
     if dataset is None or not len(dataset.train):
         what = "The correction of biases" if config.correct_bias else f"The pruner {config.pruner}"
         raise UserError(f"{what} looks at training images: give it a data set.")
-    if (width := dataset.train.images.shape[1]) != inputs:
-        raise ValueError(f"the images have {width} pixels, and the model takes {inputs}")
-    return next(iter(data.batches(dataset.train, config.samples, seed=config.seed, epoch=0)))
+    if (width := dataset.train.images.shape[1]) != sizes[0]:
+        raise ValueError(f"the images have {width} pixels, and the model takes {sizes[0]}")
+    images, labels = next(iter(data.batches(dataset.train, config.samples, seed=config.seed, epoch=0)))
+    if images.is_floating_point() and not bool(images.isfinite().all()):
+        raise ValueError("the images hold NaN or Inf, of which no pruner makes a score")
+    if config.pruner in _WHOLE_NETWORK and not bool(((labels >= 0) & (labels < sizes[-1])).all()):
+        raise ValueError(f"the labels must be from 0 to {sizes[-1] - 1}, the classes of the model")
+    return images, labels
 
 
 def _inputs(model: MLP, calibration: _Calibration | None) -> Tensor | None:

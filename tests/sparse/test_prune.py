@@ -139,6 +139,23 @@ def test_a_pruner_without_its_data_is_refused(trained, pruner):
         prune(trained, SparseConfig(0.5, pruner))
 
 
+@pytest.mark.parametrize("pruner", ["wanda", "snip", "sparsegpt", "movement"])
+def test_images_that_are_not_finite_make_no_mask(trained, pruner):
+    images = torch.randn(70, 784)
+    images[3, 5] = torch.nan
+    with pytest.raises(ValueError, match="the images hold NaN or Inf"):
+        prune(trained, SparseConfig(0.5, pruner), (images, torch.zeros(70, dtype=torch.int64)))
+
+
+@pytest.mark.parametrize("pruner", ["snip", "movement"])
+@pytest.mark.parametrize("label", [-1, 10])
+def test_labels_beyond_the_classes_make_no_mask(digits, trained, pruner, label):
+    images, labels = digits.train.images[:70], digits.train.labels[:70].clone()
+    labels[3] = label
+    with pytest.raises(ValueError, match="the labels must be from 0 to 9"):
+        prune(trained, SparseConfig(0.5, pruner), (images, labels))
+
+
 def test_an_emptied_layer_is_named_and_min_density_saves_it(trained):
     model = trained.replace({})
     with torch.no_grad():
