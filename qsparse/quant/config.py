@@ -277,7 +277,10 @@ def idle(options: Mapping[str, Any]) -> dict[str, str]:
     chosen = {field.name: options.get(field.name, field.default) for field in fields(QuantConfig)}
     looks = _looks(chosen["activations"], chosen["calibration"], chosen["method"])
     owners = {
-        "calibration_samples": (looks, "--activations static without --range, or a --method that looks at data, as gptq"),
+        "calibration_samples": (
+            looks,
+            "--activations static without --range, or a --method that looks at data, such as gptq",
+        ),
         "percentile": (chosen["calibration"] == "percentile", "--calibration percentile"),
         "weight_percentile": (chosen["weight_calibration"] == "percentile", "--weight-calibration percentile"),
         "group": (chosen["granularity"] == "group", "--granularity group"),
