@@ -69,7 +69,7 @@ def prune(
 
     Raises:
         UserError: the pruner needs data and there are none; a model that is already compressed, or not finite.
-        TypeError, ValueError: `config` or `dataset` is none, or its images are not those that `model` takes.
+        TypeError, ValueError: `config` or `dataset` is none, or its images or labels are not those of `model`.
     """
     if not isinstance(config, SparseConfig):
         raise TypeError(f"config must be a SparseConfig, such as SparseConfig(0.1), not {type(config).__name__}")

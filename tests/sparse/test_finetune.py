@@ -43,6 +43,12 @@ def test_sizes_say_which_steps_are_taken(sizes, density, batch, device, pays):
     assert room.sparse_steps_pay(masks_of(density, sizes), batch, torch.device(device)) == pays
 
 
+@pytest.mark.parametrize(("backend", "sparse"), [("auto", True), ("torch", True), ("numpy", False)])
+def test_a_backend_that_is_named_takes_the_steps(everywhere, backend, sparse):
+    model, masks = prune(MLP((784, 16, 10)), SparseConfig(0.02, distribution="uniform"))
+    assert room.finetune(model, masks, data.load("mnist-5k"), TrainConfig(epochs=1, backend=backend)) == sparse
+
+
 @pytest.mark.parametrize("config", [TrainConfig(epochs=1, momentum=0.9, weight_decay=1e-3, lr=0.02),
                                     TrainConfig(epochs=2, batch_size=32)])  # fmt: skip
 def test_it_is_the_same_descent(everywhere, config):
