@@ -182,7 +182,7 @@ def spmm(
     ] = False,
     as_json: JsonOption = False,
 ) -> None:
-    """Time products with sparse weights, and say where they begin to beat dense ones. Exits with 1 if one was wrong."""
+    """Time sparse products, and say where they beat dense ones. Exits with 1 if one was wrong."""
     chosen = {"dtypes": _values(dtype), "shapes": _shapes(shapes), "densities": tuple(density or ())}
     if tune:
         from qsparse.bench.tune_spmm import tune as tune_spmm

@@ -217,15 +217,21 @@ def read_train_config(run: Path) -> TrainConfig:
 def load_dataset(run: Path, console: Console | None = None) -> Dataset:
     """Load the very data that `run` was trained with. console: where a fallback or a download is said aloud.
 
-    A directory that is gone by now may stand elsewhere: then it is looked for as by `--data auto`.
+    A directory that is gone by now may stand elsewhere: then it is looked for as by `--data auto`. MNIST is read where
+    the training found it while that is there, unless $QSPARSE_DATA is set.
     Raises UserError when they are not to be had, or are other data by now: an accuracy on these would mean nothing.
     """
     config = read_train_config(run)
     here = config.data in NAMED_DATA or Path(config.data).is_dir()
     was = checkpoint.read_config(run).get("dataset")
     source = was.get("source") if isinstance(was, dict) else "unknown data"
+    dataset, known = None, isinstance(source, str) and Path(source).is_dir()
+    if config.data == "mnist" and known and not os.environ.get("QSPARSE_DATA"):
+        with contextlib.suppress(UserError):
+            dataset = data.load(source, config.validation, partial(say, console))
     try:
-        dataset = data.load(config.data if here else "auto", config.validation, partial(say, console))
+        if dataset is None or dataset.name != "mnist":
+            dataset = data.load(config.data if here else "auto", config.validation, partial(say, console))
     except UserError as error:
         raise UserError(f"{error}; {run} was trained on {source}") from None
     if not isinstance(was, dict) or was.get("digest") != identity(dataset)["digest"]:

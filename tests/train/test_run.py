@@ -285,6 +285,26 @@ def test_a_data_directory_that_was_moved_is_found_again(monkeypatch):
     assert asked == ["digits", str(Path("digits").absolute()), "auto"]
 
 
+def test_mnist_is_read_where_the_training_found_it(monkeypatch):
+    subset, asked = data.load("mnist-5k"), []
+    mnist = dataclasses.replace(subset, name="mnist", source="digits")
+
+    def load(name, validation, say):
+        asked.append(name)
+        return mnist
+
+    monkeypatch.setattr(data, "load", load)
+    monkeypatch.setenv("QSPARSE_DATA", "digits")
+    Path("digits").mkdir()
+    run = train(dataclasses.replace(SMALL, data="auto")).run
+    load_dataset(run)  # QSPARSE_DATA, which is set
+    monkeypatch.delenv("QSPARSE_DATA")
+    load_dataset(run)
+    Path("digits").rmdir()
+    load_dataset(run)
+    assert asked == ["auto", "mnist", "digits", "mnist"]
+
+
 def test_data_that_auto_found_are_named_for_good(monkeypatch):
     custom = dataclasses.replace(data.load("mnist-5k"), name="custom", source="digits")
     for dataset, expected in ((custom, str(Path("digits").absolute())), (data.load("mnist-5k"), "mnist-5k")):
