@@ -26,7 +26,7 @@ from qsparse.report import newest
 from qsparse.report.crossover import crossovers
 from qsparse.sparse import EmptyLayerWarning, SparseConfig, check_density, mask_density, prune, sparsify_as
 from qsparse.sparse.blocks import BlockWarning
-from qsparse.sparse.config import DYNAMIC, INT8, SCHEDULES, check_order, choose
+from qsparse.sparse.config import DYNAMIC, INT8, ORDERS, SCHEDULES, check_order, choose
 from qsparse.sparse.dynamic import check_dynamic, train_dynamically
 from qsparse.sparse.finetune import finetune
 from qsparse.sparse.gradual import check_gradual, prune_gradually
@@ -38,6 +38,8 @@ from qsparse.train.progress import Display, say
 from qsparse.train.run import load_dataset, read_train_config
 
 BASELINE = "baseline"
+_OF_THE_MACHINE = ("device", "console", "measuring")
+"""Options of `sparsify_run` that say nothing of the pruning."""
 
 
 @dataclass(frozen=True)
@@ -138,17 +140,7 @@ def sparsify_run(
     correct_bias, samples, auto, auto_batch. seed: its seed; None for the run's.
     Raises UserError for a density outside (0, 1], an unknown format, and as `SparseConfig` and `quantize_run`.
     """
-    if schedule in DYNAMIC:
-        pruning = _start(schedule, pruning)
-    sparse = SparseConfig(density=density, format=format, seed=seed or 0, **pruning)
-    if finetune_epochs < 0:
-        raise UserError(f"--finetune-epochs is {finetune_epochs}: it must be at least 0")
-    if lr is not None:
-        TrainConfig(lr=lr)  # refuses a bad rate before anything is loaded
-    _check_schedule(sparse, schedule, epochs)
-    check_order(sparse, order)
-    if order == "joint" and epochs + finetune_epochs:
-        raise UserError("joint leaves weights that are rounded already, which do not train: choose prune-first.")
+    sparse = _settle(density, format, finetune_epochs, lr, seed, schedule, epochs, order, **pruning)
     source = _open(run, device, console, measuring)
     if seed is None:
         sparse = dataclasses.replace(sparse, seed=source.config.seed)
@@ -237,12 +229,13 @@ class Sweep:
 
 
 def sparsify_sweep(run: str | Path | None, densities: Sequence[float], format: str = "csr", **options: Any) -> Sweep:
-    """`sparsify_run` at each of `densities`, of which each starts from the run itself. Raises as it does, and
-    UserError for a density that is bad, or there twice, before anything is computed."""
+    """`sparsify_run` at each of `densities`, of which each starts from the run itself. Raises as it does, and UserError
+    for a density that is bad, there twice, or does not go with the other options, before anything is computed."""
     if len(set(densities)) < max(len(densities), 1):
         raise UserError(f"the densities are {', '.join(map(str, densities)) or 'none'}: give each once")
     for density in densities:
         check_density(density)
+        _settle(density, format, **{name: value for name, value in options.items() if name not in _OF_THE_MACHINE})
     run = checkpoint.find_run(run)
     return Sweep(run, [sparsify_run(run, density, format, **options) for density in densities])
 
@@ -287,11 +280,38 @@ def _quantized(source: _Source, config: QuantConfig) -> MLP:
             return train_quantized(source.model, config, source.dataset, source.config, **watch)
 
 
+def _settle(
+    density: float | None,
+    format: str,
+    finetune_epochs: int = 0,
+    lr: float | None = None,
+    seed: int | None = None,
+    schedule: str = SCHEDULES[0],
+    epochs: int = 0,
+    order: str = ORDERS[0],
+    **pruning: Any,
+) -> SparseConfig:
+    """What `sparsify_run` is asked for, once all of its options are found to go together."""
+    if schedule in DYNAMIC:
+        pruning = _start(schedule, pruning)
+    sparse = SparseConfig(density=density, format=format, seed=0 if seed is None else seed, **pruning)
+    for option, count in (("--finetune-epochs", finetune_epochs), ("--epochs", epochs)):
+        if type(count) is not int or count < 0:
+            raise UserError(f"{option} is {count!r}: it must be a whole number, at least 0")
+    if lr is not None:
+        TrainConfig(lr=lr)  # refuses a bad rate before anything is loaded
+    _check_schedule(sparse, schedule, epochs)
+    check_order(sparse, order)
+    if order == "joint" and epochs + finetune_epochs:
+        raise UserError("joint leaves weights that are rounded already, which do not train: choose prune-first.")
+    return sparse
+
+
 def _check_schedule(sparse: SparseConfig, schedule: str, epochs: int) -> None:
     choose("schedule", schedule, SCHEDULES)
     if schedule != "one-shot" and sparse.correct_bias:
         raise UserError(f"{schedule} trains the biases: --correct-bias is of pruning at one stroke.")
-    if (schedule != "one-shot") != (epochs > 0) or epochs < 0:
+    if (schedule != "one-shot") != (epochs > 0):
         of = "a --schedule other than one-shot" if schedule == "one-shot" else f"--schedule {schedule}"
         raise UserError(f"--epochs is {epochs}: it is of {of}, which needs at least 1")
     if schedule == "gradual":

@@ -248,6 +248,8 @@ def test_a_sweep_makes_one_table(run):
         (("--density", "0.5,"), "neither a number nor numbers with commas"),
         (("--density", "0.5,2"), "outside (0, 1]"),
         (("--density", "0.5,0.5"), "give each once"),
+        (("--density", "0.5,0.1", "--min-density", 0.3), "min_density is 0.3: it must be from 0 to the density, 0.1"),
+        (("--density", "0.5,0.25", "--format", "2:4"), "2:4 stores 2 of each 4 weights, a density of 0.5, not 0.25"),
         (("--density", 0.5, "--schedule", "gradual"), "needs at least 1"),
         (("--density", 0.5, "--epochs", 2), "it is of a --schedule other than one-shot"),
         (("--density", 0.5, "--lr", 0.1), "--lr has no effect here: it is of the training: give --finetune-epochs"),

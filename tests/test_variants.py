@@ -129,8 +129,14 @@ def test_other_bad_settings_are_refused_before_anything_is_read():
         sparsify_run("runs/1", 0.1, "bsr")
     with pytest.raises(UserError, match="2:4 stores 2 of each 4 weights"):
         sparsify_run("runs/1", 0.1, "2:4")
-    with pytest.raises(UserError, match="--finetune-epochs is -1"):
-        sparsify_run("runs/1", 0.1, finetune_epochs=-1)
+    for count in (-1, 1.5, "1", True):
+        with pytest.raises(UserError, match=f"--finetune-epochs is {count!r}: it must be a whole number"):
+            sparsify_run("runs/1", 0.1, finetune_epochs=count)
+        with pytest.raises(UserError, match=f"--epochs is {count!r}: it must be a whole number"):
+            sparsify_run("runs/1", 0.1, schedule="gradual", epochs=count)
+    for seed in (False, 0.0, ""):
+        with pytest.raises(UserError, match=f"seed is {seed!r}: it must be a whole number"):
+            sparsify_run("runs/1", 0.1, pruner="random", seed=seed)
     with pytest.raises(UserError, match="--lr is nan"):
         sparsify_run("runs/1", 0.1, finetune_epochs=1, lr=math.nan)
 

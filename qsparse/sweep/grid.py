@@ -125,7 +125,9 @@ def read(path: str | Path) -> Grid:
             "and [measure]"
         )
     tables = {name: _tables(path, name, described.get(name, [])) for name in _FIELDS}
-    measuring = {name: value for table in tables["measure"] for name, value in table.items()}
+    if len(tables["measure"]) > 1:
+        raise UserError(f"{path} has {len(tables['measure'])} tables [[measure]]: every cell is measured alike, by one")
+    measuring = tables["measure"][0] if tables["measure"] else {}
     _check_measuring(path, measuring)
     swept = [(kind, _combinations(path, kind, table)) for kind in _IDLE for table in tables[kind]]
     for kind, combinations in swept:

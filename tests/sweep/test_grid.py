@@ -88,6 +88,7 @@ def test_the_order_of_settings_does_not_count(tmp_path):
         ("[measure]\nbudget_s = 0", "budget_s"),
         ("[measure]\nbudget_s = inf", "budget_s"),
         ("[measure]\nbudget_s = true", "budget_s"),
+        ("[[measure]]\nbatches = [1]\n[[measure]]\nbatches = [4]", "2 tables"),
         ("a = " + "[" * 50_000, "nested too deeply"),
         ("[train", "TOML"),
         ("[train]\nseed = 2026-11-30", r"\[train\] seed holds a date"),
