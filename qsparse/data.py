@@ -137,13 +137,20 @@ def as_split(given: object) -> Split:
             f"{type(given).__name__}"
         )
     images, labels = (
-        each if isinstance(each, torch.Tensor) else torch.tensor(np.ascontiguousarray(each)) for each in given
+        each
+        if isinstance(each, torch.Tensor)
+        else torch.tensor(np.ascontiguousarray(each, each.dtype.newbyteorder("=")))  # of IDX files it is another
+        for each in given
     )
-    if not (images.dtype == torch.uint8 or images.is_floating_point()) or labels.is_floating_point():
+    if not (images.dtype == torch.uint8 or images.is_floating_point()) or not _whole(labels):
         raise TypeError(f"images must be uint8 or floats and labels whole numbers, not {images.dtype}, {labels.dtype}")
     if images.ndim != 2 or labels.shape != images.shape[:1]:
         raise ValueError(f"images and labels must be (M, K) and (M,), not {tuple(images.shape)}, {tuple(labels.shape)}")
     return Split(images, labels.long())
+
+
+def _whole(labels: torch.Tensor) -> bool:
+    return not (labels.is_floating_point() or labels.is_complex())
 
 
 def as_dataset(given: object) -> Dataset:

@@ -6,6 +6,8 @@ fields' names and units are those of `measure`.
 
 import datetime
 import functools
+import math
+import numbers
 import os
 import platform
 import subprocess
@@ -101,13 +103,15 @@ def measure(
     Raises:
         UserError: outputs that are not finite, or that change with the batch size beyond rounding; the message names
             the variant. Such a model gets no row.
-        ValueError: `baseline` or a name in `details` is not in `models`, or the test split is empty.
-        TypeError: `models` is no dict, `test` is no split.
+        ValueError: `baseline` or a name in `details` is not in `models`, the test split is empty or has labels that the
+            baseline has no output for, or a batch size or the budget is none.
+        TypeError: `models` is no dict, what stands in it is no model of linear layers, or gives no logits; `test` is no
+            split, `details` are no dict of dicts.
     """
-    if not isinstance(models, Mapping):
-        raise TypeError(f"models must be a dict from a variant's name to its model, not {type(models).__name__}")
+    _check_models(models)
     test = as_split(test)
     device, details, batches = torch.device(device), details or {}, tuple(batches)
+    _check_numbers(details, batches, budget_s)
     if baseline not in models or not details.keys() <= models.keys():
         raise ValueError(f"baseline {baseline!r} and details {list(details)} must be among the models {list(models)}")
     if len(test) == 0:
@@ -137,6 +141,9 @@ def measure(
             for name, samples in _time(timed, dtypes, inputs, logits, batch, device, budget_s).items():
                 times[name][str(batch)] = samples
     predictions = {name: out.argmax(dim=1) for name, out in logits.items()}
+    classes = logits[baseline].shape[1]
+    if not 0 <= int(labels.min()) <= int(labels.max()) < classes:
+        raise ValueError(f"the labels must be from 0 to {classes - 1}, the outputs of {baseline}")
     baseline_correct = int((predictions[baseline] == labels).sum())
 
     where = environment(device)
@@ -179,9 +186,36 @@ def measure(
     return rows
 
 
+def _check_models(models: object) -> None:
+    if not isinstance(models, Mapping):
+        raise TypeError(f"models must be a dict from a variant's name to its model, not {type(models).__name__}")
+    for name, model in models.items():
+        if not isinstance(model, torch.nn.Module):
+            raise TypeError(f"{name} must be a model, a torch.nn.Module, not {type(model).__name__}")
+        if not (isinstance(model, MLP) or any(isinstance(part, torch.nn.Linear) for part in model.modules())):
+            raise TypeError(f"{name} must be a model of linear layers, and this {type(model).__name__} has none")
+
+
+def _check_numbers(details: object, batches: tuple[object, ...], budget_s: object) -> None:
+    if not (isinstance(details, Mapping) and all(isinstance(fields, Mapping) for fields in details.values())):
+        raise TypeError(f"details must be a dict from a variant's name to a dict of fields, not {details!r:.40}")
+    for batch in batches:
+        if not isinstance(batch, numbers.Integral) or isinstance(batch, bool) or batch < 1:
+            raise ValueError(f"a batch size is {batch!r}: it must be a whole number, at least 1")
+    if not isinstance(budget_s, numbers.Real) or isinstance(budget_s, bool) or not 0 <= budget_s < math.inf:
+        raise ValueError(f"budget_s is {budget_s!r}: it must be a number of seconds, at least 0")
+
+
 def _logits(name: str, module: torch.nn.Module, x: Tensor) -> Tensor:
-    """The outputs for all of `x`, float32; UserError unless all are finite."""
-    out = torch.cat([module(chunk).float() for chunk in x.split(_CHUNK)])
+    """The outputs for all of `x`, float32; UserError unless all are finite, TypeError where they are no logits."""
+    outs = []
+    for chunk in x.split(_CHUNK):
+        out = module(chunk)
+        if not (isinstance(out, Tensor) and out.ndim == 2 and len(out) == len(chunk)):
+            got = tuple(out.shape) if isinstance(out, Tensor) else type(out).__name__
+            raise TypeError(f"{name} must give logits, a tensor ({len(chunk)}, classes), not {got}")
+        outs.append(out.float())
+    out = torch.cat(outs)
     if not bool(torch.isfinite(out).all()):
         rows = int((~torch.isfinite(out)).any(dim=1).sum())
         raise UserError(

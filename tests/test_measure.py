@@ -157,7 +157,8 @@ def test_a_pair_of_arrays_is_a_split():
     test, model = random_split(images=30), MLP((20, 12, 4))
     floats = (test.images.float() / 255 - 0.1307) / 0.3081
     rows = [measure({"baseline": model}, given, **QUICK)[0] for given in (
-        test, (test.images, test.labels), (test.images.numpy(), test.labels.int().numpy()), (floats, test.labels)
+        test, (test.images, test.labels), (test.images.numpy(), test.labels.int().numpy()), (floats, test.labels),
+        (floats.numpy().astype(">f4"), test.labels.numpy().astype(">i4")),
     )]  # fmt: skip
     assert len({row["accuracy"] for row in rows}) == 1
     assert {row["test_images"] for row in rows} == {30}
@@ -169,6 +170,19 @@ def test_a_pair_of_arrays_is_a_split():
         ([MLP((20, 4))], random_split(), "models must be a dict from a variant's name to its model, not list"),
         ({"baseline": MLP((20, 4))}, torch.zeros(3, 20), "must be a Split, .* or a pair of arrays, not Tensor"),
         ({"baseline": MLP((20, 4))}, None, "must be a Split, .* not NoneType"),
+        ({"baseline": MLP((20, 4)), "mine": None}, random_split(), "mine must be a model, .* not NoneType"),
+        ({"baseline": MLP}, random_split(), "baseline must be a model, .* not type"),
+        ({"baseline": torch.nn.Identity()}, random_split(), "of linear layers, and this Identity has none"),
+        (
+            {"baseline": torch.nn.Sequential(torch.nn.Linear(20, 4), torch.nn.Flatten(0))},
+            random_split(images=30),
+            r"baseline must give logits, a tensor \(30, classes\), not \(120,\)",
+        ),
+        (
+            {"baseline": MLP((20, 4))},
+            (torch.zeros(3, 20), torch.zeros(3, dtype=torch.complex64)),
+            "labels whole numbers, not torch.float32, torch.complex64",
+        ),
     ],
 )
 def test_what_is_no_model_and_no_split_is_named(models, test, message):
@@ -289,6 +303,29 @@ def test_wrong_names_and_an_empty_split_are_refused():
         measure({"baseline": model}, random_split(), details={"int4": {}})
     with pytest.raises(ValueError, match="empty"):
         measure({"baseline": model}, random_split(images=0))
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"batches": (4, 0)}, "a batch size is 0: it must be a whole number"),
+        ({"batches": ("1",)}, "a batch size is '1'"),
+        ({"batches": (1.5,)}, "a batch size is 1.5"),
+        ({"budget_s": float("nan")}, "budget_s is nan: it must be a number of seconds"),  # went on for ever
+        ({"budget_s": None}, "budget_s is None"),
+        ({"test": (torch.zeros(2, 20), torch.tensor([0, 4]))}, "labels must be from 0 to 3, the outputs of baseline"),
+        ({"test": (torch.zeros(2, 20), torch.tensor([-1, 3]))}, "labels must be from 0 to 3"),
+    ],
+)
+def test_numbers_that_are_none_are_refused(options, message):
+    with pytest.raises(ValueError, match=message):
+        measure({"baseline": MLP((20, 4))}, **{"test": random_split(), **QUICK, **options})
+
+
+@pytest.mark.parametrize("details", ["x", {"baseline": None}])
+def test_details_that_are_no_dicts_are_named(details):
+    with pytest.raises(TypeError, match="details must be a dict"):
+        measure({"baseline": MLP((20, 4))}, random_split(), details=details)
 
 
 def test_no_gradients_are_kept():
