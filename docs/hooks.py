@@ -57,7 +57,8 @@ def page_of(place: Path) -> Path | None:
 
 
 def on_page_markdown(markdown: str, **_: Any) -> str:
-    """Fill in what stands in the code."""
+    """Fill in what stands in the code; a link out of this folder, to an experiment, leads to its page."""
+    markdown = re.sub(r"\]\(((?:\.\./)*)\.\./experiments/", r"](\1experiments/", markdown)
     texts = {"readme": readme, "commands": commands, "experiments": experiments, "kernels": faces, "layers": layers}
     for place, text in texts.items():
         if f"<!-- {place} -->" in markdown:

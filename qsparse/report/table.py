@@ -136,8 +136,8 @@ def _caption(rows: list[dict[str, Any]], with_kernels: bool) -> str:
     timers = [_TIMERS[timer] for timer in distinct(rows, "timer") if timer in _TIMERS]
     latency = f"Latency: median {' or '.join(timers)}. " if timers else ""
     caption = (
-        f"{latency}Change (in points), agreement, speed-up and share of the bytes: against the baseline of "
-        "the same run."
+        f"{latency}Change (in points), agreement, speed-up and share of the bytes: against the baseline "
+        "measured beside it."
     )
     if unsteady := [str(row.get("variant")) for row in rows if _is_unsteady(row)]:
         caption += (
