@@ -3,7 +3,7 @@
 import torch
 
 from qsparse.errors import UserError
-from qsparse.models import MLP
+from qsparse.models import FLOATS, MLP
 from qsparse.nn import Linear
 
 
@@ -16,7 +16,8 @@ def dense_layers(model: MLP, verb: str) -> dict[str, Linear]:
 
     Raises:
         TypeError: the model is none of ours.
-        UserError: a layer is already quantized or sparse, or holds NaN or Inf; the message names the layer.
+        UserError: a layer is already quantized or sparse, holds NaN or Inf, or numbers that no kernel takes; the
+            message names the layer.
     """
     if not isinstance(model, MLP):
         raise TypeError(f"model must be a qsparse.models.MLP, as qsparse.load returns, got {type(model).__name__}")
@@ -25,6 +26,11 @@ def dense_layers(model: MLP, verb: str) -> dict[str, Linear]:
             raise UserError(
                 f"Cannot {verb} this model: its layer {name} is already compressed ({type(layer).__name__}). "
                 "Start from the dense model of the run."
+            )
+        if layer.weight.dtype not in FLOATS:
+            dtype = str(layer.weight.dtype).removeprefix("torch.")
+            raise UserError(
+                f"Cannot {verb} this model: its layer {name} holds {dtype}, and not float32, float16 or bfloat16."
             )
         _check_finite(name, layer)
     return model.layers()

@@ -11,7 +11,7 @@ import torch
 from qsparse import nn
 from qsparse.data import normalize
 
-_FLOATS = (torch.float32, torch.float16, torch.bfloat16)
+FLOATS = (torch.float32, torch.float16, torch.bfloat16)
 
 
 class MLP(torch.nn.Module):
@@ -65,7 +65,7 @@ class MLP(torch.nn.Module):
         if x.dtype == torch.uint8:
             x = normalize(x, self.input_dtype)
         if nn.is_quant_network(layers):
-            return nn.quant_network(layers, x if x.dtype in _FLOATS else x.float())
+            return nn.quant_network(layers, x if x.dtype in FLOATS else x.float())
         for layer in layers:
             x = layer(x.to(input_dtype_of(layer)))
         return x.float()

@@ -231,10 +231,9 @@ class Sweep:
 def sparsify_sweep(run: str | Path | None, densities: Sequence[float], format: str = "csr", **options: Any) -> Sweep:
     """`sparsify_run` at each of `densities`, of which each starts from the run itself. Raises as it does, and UserError
     for a density that is bad, there twice, or does not go with the other options, before anything is computed."""
-    if len(set(densities)) < max(len(densities), 1):
+    if len(set(map(check_density, densities))) < max(len(densities), 1):
         raise UserError(f"the densities are {', '.join(map(str, densities)) or 'none'}: give each once")
     for density in densities:
-        check_density(density)
         _settle(density, format, **{name: value for name, value in options.items() if name not in _OF_THE_MACHINE})
     run = checkpoint.find_run(run)
     return Sweep(run, [sparsify_run(run, density, format, **options) for density in densities])

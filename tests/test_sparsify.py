@@ -17,7 +17,7 @@ from qsparse.sparse.compare import DTYPES
 from qsparse.train.config import TrainConfig
 from qsparse.train.fit import evaluate
 from qsparse.train.run import load_dataset, train
-from qsparse.variants import sparsify_run
+from qsparse.variants import sparsify_run, sparsify_sweep
 
 
 @pytest.fixture(autouse=True)
@@ -188,6 +188,8 @@ def test_what_is_refused_in_python_is_refused_before_anything_is_read():
         sparsify_run("runs/1", 0.1, pruner="obd")
     with pytest.raises(TypeError, match="prunner"):
         sparsify_run("runs/1", 0.1, prunner="wanda")
+    with pytest.raises(UserError, match=r"The density is \[0.1\]: it must be a number"):
+        sparsify_sweep("runs/1", [[0.1]])
 
 
 def test_the_choices_are_those_of_the_room():

@@ -1,11 +1,13 @@
 """Choosing, checking and naming rows."""
 
-import sys
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, TypeGuard
 
 _TEXTS = ("run", "variant", "peer", "kernel", "device", "gpu", "date")
 _NUMBERS = ("accuracy", "accuracy_change", "agreement", "density", "weight_bytes", "weight_ratio")
+_SIGNED = ("accuracy_change",)
+_LARGEST = 1e30
+"""A number beyond it, or of a time closer to 0 than its inverse, was not measured, and cannot be drawn."""
 _BY_BATCH = ("latency_us", "latency_us_p10", "latency_us_p90", "speedup")
 
 
@@ -17,16 +19,22 @@ def flaw(row: dict[str, Any]) -> str | None:
     for field in _NUMBERS:
         if row.get(field) is not None and not _is_number(row[field]):
             return f"{field} is no number"
+        if field not in _SIGNED and (row.get(field) or 0) < 0:
+            return f"{field} is below 0"
     for field in _BY_BATCH:
         values = {} if row.get(field) is None else row[field]
-        if not isinstance(values, dict) or not all(_is_number(value) and value > 0 for value in values.values()):
+        if not isinstance(values, dict) or not all(map(_is_positive, values.values())):
             return f"{field} holds no positive number for each batch"
     return None
 
 
-def _is_number(value: object) -> bool:
-    """Whether it is a number that a float holds: an integer of 400 digits is none that could be drawn."""
-    return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) <= sys.float_info.max
+def _is_number(value: object) -> TypeGuard[float]:
+    """Whether it is a number that could be drawn."""
+    return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) <= _LARGEST
+
+
+def _is_positive(value: object) -> bool:
+    return _is_number(value) and value >= 1 / _LARGEST
 
 
 def newest(rows: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:

@@ -12,10 +12,12 @@ from collections.abc import Callable, Mapping
 import torch
 from torch import Tensor
 
-from qsparse.data import Dataset
+from qsparse.data import Dataset, check_dataset
+from qsparse.dense import dense_layers
 from qsparse.models import MLP
 from qsparse.sparse.convert import sparsify
 from qsparse.sparse.formats import from_csr
+from qsparse.sparse.masks import check_masks
 from qsparse.train.config import TrainConfig
 from qsparse.train.fit import EpochEnd, Progress, fit
 from qsparse.train.torch_backend import TorchBackend
@@ -43,8 +45,11 @@ def finetune(
     """Train a dense `model` in place on what `masks` keep; return whether its steps were sparse.
 
     masks: layer name -> bool (N, K), for every layer; what they do not keep is exactly zero. config, on_epoch,
-    progress: as of `fit`, which says what is raised; a backend that is named takes dense steps, but for torch.
+    progress: as of `fit`, which says what is raised beyond what is no model, mask or data set; a backend that is named
+    takes dense steps, but for torch.
     """
+    check_dataset(dataset)
+    check_masks(masks, dense_layers(model, "fine-tune"))
     any_backend = config.backend in ("auto", "torch")
     if not (any_backend and sparse_steps_pay(masks, config.batch_size, dataset.train.images.device)):
         fit(model, dataset, config, masks=masks, on_epoch=on_epoch, progress=progress)

@@ -149,6 +149,11 @@ def test_weights_that_are_not_finite_are_refused_naming_the_layer(value):
         sparsify(model, masks)
 
 
+def test_a_model_of_float64_is_refused():
+    with pytest.raises(UserError, match="its layer fc1 holds float64, and not float32, float16 or bfloat16"):
+        sparsify(MLP((20, 4)).double(), {"fc1": torch.ones(4, 20, dtype=torch.bool)})
+
+
 def test_masks_must_fit_the_layers():
     model = MLP((4, 3, 2))
     masks = full_masks(model)

@@ -77,6 +77,23 @@ def test_a_layer_that_keeps_nothing_trains_its_bias(everywhere):
     assert (model.fc2.bias != before).all()
 
 
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"model": torch.nn.Linear(20, 4)}, "model must be a qsparse.models.MLP, .* got Linear"),
+        ({"masks": None}, "masks must be a SparseConfig, or a dict .* not NoneType"),
+        ({"masks": {"fc1": torch.ones(4, 20)}}, "mask of layer fc1 must be bool"),
+        ({"dataset": (torch.zeros(8, 20), torch.zeros(8))}, "data must be a Dataset, .* not tuple"),
+    ],
+)
+def test_what_is_no_model_mask_or_data_set_is_named(given, message):
+    split = data.Split(torch.zeros(8, 20), torch.zeros(8, dtype=torch.long))
+    masks = {"fc1": torch.ones(4, 20, dtype=torch.bool)}
+    fine = {"model": MLP((20, 4)), "masks": masks, "dataset": data.Dataset("custom", "", split, split, split)}
+    with pytest.raises(TypeError, match=message):
+        room.finetune(**{**fine, **given}, config=TrainConfig(hidden=(), epochs=1))
+
+
 def test_a_row_says_which_steps_were_taken(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     train(TrainConfig(hidden=(700,), epochs=1, data="mnist-5k", device="cpu"))
