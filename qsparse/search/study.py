@@ -136,6 +136,9 @@ def search(
         raise UserError("The run has no validation split to search on: train with --validation above 0.")
     checkpoint.require_writable(run)
     weights = hashlib.blake2b((run / checkpoint.MODEL).read_bytes(), digest_size=4).hexdigest()
+    for option, given in (("--storage", storage), ("--study", name)):
+        if given == "":
+            raise UserError(f"{option} is empty: name one, or leave it out")
     label = _label(storage, name)
     storage = storage or f"sqlite:///{run / 'search.db'}"
     job = _Job(run, model, dataset, target, config, seed, console, label)

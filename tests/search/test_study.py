@@ -199,6 +199,12 @@ def test_a_storage_that_cannot_be_opened_is_named(run, url):
         search(run, QUICK, trials=1, storage=url, device="cpu")
 
 
+@pytest.mark.parametrize("option", ["storage", "name"])
+def test_an_empty_name_is_refused(run, option):
+    with pytest.raises(UserError, match="is empty: name one, or leave it out"):
+        search(run, QUICK, trials=1, device="cpu", **{option: ""})
+
+
 def test_no_validation_split_no_search(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     train(TrainConfig(hidden=(), epochs=1, data="mnist-5k", device="cpu", validation=0))

@@ -200,19 +200,20 @@ def test_the_worker_answers_with_what_went_wrong(tmp_path):
 
 
 def test_after_a_fault_another_process_goes_on(tmp_path, monkeypatch):
-    """As where a GPU is of no more use to the process: the options that no function takes are one."""
+    """As where a GPU is of no more use to the process: a product that no memory holds is one."""
     monkeypatch.chdir(tmp_path)
     grid = Path("sweep.toml")
     grid.write_text(
         "[train]\nhidden = 8\nepochs = 1\ndata = 'mnist-5k'\n"
-        "[[sparsify]]\ndensity = 0.5\nfinetune_epochs = ['two', 0]\n[measure]\nbatches = [1]\nbudget_s = 0.001\n"
+        f"[[sparsify]]\ndensity = 0.5\nformat = 'auto'\nauto = 'time'\nauto_batch = [{2**40}, 1]\n"
+        "[measure]\nbatches = [1]\nbudget_s = 0.001\n"
     )
     processes = []
     start = run._Worker._start
     monkeypatch.setattr(run._Worker, "_start", lambda self: processes.append(start(self)) or processes[-1])
     done = sweep(grid, device="cpu")
     assert done.measured == 2
-    assert "TypeError" in next(iter(done.failed.values()))
+    assert "RuntimeError" in next(iter(done.failed.values()))
     assert len(processes) == 2
     assert all(process.returncode is not None for process in processes)
     assert not any("fault" in row for row in rows_of(tmp_path))
