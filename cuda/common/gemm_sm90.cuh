@@ -118,6 +118,7 @@ struct Pipeline {
     static constexpr int COLS = 128 / sizeof(O);  // y leaves by way of shared memory, in panels of 16 rows of 128 bytes
     static constexpr int PANEL_BYTES = 16 * 128;
     static constexpr int PIECES = MI * BN / COLS;  // panels of a warp
+    static constexpr int ACROSS = BN < COLS ? 1 : BN / COLS;  // side by side (a narrower tile has none)
     static constexpr bool DEFERRED = SHARERS == 2 && SPLIT == 1 && sizeof(O) <= 2 && Epilogue::HOLDS;
     static constexpr int Y_BYTES = SPLIT == 1 ? CONSUMERS * 4 * PANELS * PANEL_BYTES : 0;
     static constexpr int SHARED = STAGES * (X_BYTES + W_BYTES) + Y_BYTES + CONSUMERS * BN * Epilogue::COLUMN_BYTES +
@@ -236,8 +237,8 @@ struct Pipeline {
             // a fourth of one, 32 bytes of every row.
             char* const mine = y_tile + (consumer * 4 + warp) * PANELS * PANEL_BYTES;
             auto put = [&](int p, int m0, int n0, auto words) {
-                const int panel_m = m0 + (share * MI + p / (BN / COLS)) * 64 + 16 * warp;
-                const int panel_n = n0 + p % (BN / COLS) * COLS;
+                const int panel_m = m0 + (share * MI + p / ACROSS) * 64 + 16 * warp;
+                const int panel_n = n0 + p % ACROSS * COLS;
                 if (!(flags & TMA_STORE) && panel_n >= N) return;  // a head's few columns, say
                 char* const panel = mine + p % PANELS * PANEL_BYTES;
                 if (lane == 0) {
@@ -410,7 +411,7 @@ struct Pipeline {
                     // 8-bit ones of four groups.
                     auto results = [&](int p, int q) {
                         auto two = [&](int h, int group) {
-                            const int i = p / (BN / COLS), j = p % (BN / COLS) * (COLS / 8) + group;
+                            const int i = p / ACROSS, j = p % ACROSS * (COLS / 8) + group;
                             const Sum* d = &acc[i][j * 4 + h * 2];
                             Value low, high;
                             epilogue.finish(i, h, m0 + row + i * 64 + h * 8, col + j * 8, d[0], d[1], low, high);
