@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import inspect
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 
 import numpy as np
 import torch
@@ -34,11 +34,12 @@ def face(sources: dict[str, tuple[str, ...]], *, in_place: tuple[str, ...] = ())
             kind = _kind((*args, *kwargs.values()))
             if kind is torch.Tensor or kind is None:
                 return function(*args, **kwargs)
+            bound = signature.bind(*args, **kwargs)
             if in_place:
-                _check_writable(signature.bind(*args, **kwargs).arguments, in_place)
+                _check_writable(bound.arguments, in_place)
             if kind is np.ndarray:
-                result = function(*_map(_from_numpy, args), **_map(_from_numpy, kwargs))
-                return _map(torch.Tensor.numpy, result)
+                bound.arguments.update({name: _from_numpy(name, value) for name, value in bound.arguments.items()})
+                return _map(torch.Tensor.numpy, function(*bound.args, **bound.kwargs))
             return _with_cupy(function, args, kwargs)
 
         call.sources = sources
@@ -104,9 +105,18 @@ def _check_writable(arguments: dict, names: tuple[str, ...]) -> None:
             raise ValueError(f"{name} is changed in place and must be contiguous, writable and of native byte order")
 
 
-def _from_numpy(array: np.ndarray) -> torch.Tensor:
-    plain = all(stride >= 0 for stride in array.strides) and array.flags.writeable and array.dtype.isnative
-    return torch.from_numpy(array if plain else np.array(array, dtype=array.dtype.newbyteorder("=")))
+def _from_numpy(name: str, value):
+    """An array, or each in a tuple or a list, as a tensor of the same memory where that can be; the rest as it is."""
+    if isinstance(value, tuple | list):
+        return tuple(_from_numpy(f"{name}[{i}]", each) for i, each in enumerate(value))
+    if not isinstance(value, np.ndarray):
+        return value
+    check_plain(name, value)
+    plain = all(stride >= 0 for stride in value.strides) and value.flags.writeable and value.dtype.isnative
+    try:
+        return torch.from_numpy(value if plain else np.array(value, dtype=value.dtype.newbyteorder("=")))
+    except TypeError:
+        raise TypeError(f"{name} is of dtype {value.dtype}, which PyTorch does not have") from None
 
 
 def _with_cupy(function: Callable, args: tuple, kwargs: dict):
@@ -124,14 +134,26 @@ def _with_cupy(function: Callable, args: tuple, kwargs: dict):
         return _map(cupy.from_dlpack, function(*_map(to_torch, args), **_map(to_torch, kwargs)))
 
 
+def check_plain(name: str, array: np.ndarray) -> None:
+    """Raise TypeError for an array that is more than its numbers, which is all that PyTorch would see of it.
+
+    A MaskedArray's mask would be lost, the ``*`` of a matrix and the names of a record array; a memmap says no more
+    than where its numbers are.
+    """
+    if type(array) not in (np.ndarray, np.memmap):
+        instead = "its .filled(...)" if isinstance(array, np.ma.MaskedArray) else "numpy.asarray of it"
+        raise TypeError(f"{name} must be a plain numpy.ndarray, got {kind_of(array)}; {instead} is one")
+
+
 # --- checks ---------------------------------------------------------------------------------------------------------
 
 
 def check_tensor(name: str, value, dtypes: tuple[torch.dtype, ...], shape: tuple[int | None, ...]) -> None:
     """Raise TypeError or ValueError unless ``value`` is a tensor of an allowed dtype and shape (None: any size)."""
     if not isinstance(value, torch.Tensor):
-        kind = f"{type(value).__module__}.{type(value).__name__}".removeprefix("builtins.")
-        raise TypeError(f"{name} must be an array, of the same library as the others, got {kind}")
+        raise TypeError(f"{name} must be an array, of the same library as the others, got {kind_of(value)}")
+    if type(value).__torch_dispatch__ is not torch.Tensor.__torch_dispatch__:  # its memory is another tensor's
+        raise TypeError(f"{name} must be a plain torch.Tensor, got {kind_of(value)}")
     if value.layout is not torch.strided:
         raise TypeError(f"{name} must be a dense array, got {value.layout}; spmm_csr and spmm_coo take its parts")
     if value.dtype not in dtypes:
@@ -151,6 +173,53 @@ def check_same_device(reference: torch.Tensor, **others: torch.Tensor | None) ->
     for name, value in others.items():
         if value is not None and value.device != reference.device:
             raise ValueError(f"{name} is on {value.device}, but the first argument is on {reference.device}")
+
+
+def pick_tier(asked: str | None, possible: Sequence[str], device: torch.device) -> str:
+    """The first of the ``possible`` tiers, best first, or the one asked for; ValueError if it is not among them.
+
+    A CPU has the tier ``cpu`` alone, whatever is possible elsewhere.
+    """
+    possible = ("cpu",) if device.type == "cpu" else possible
+    if asked is None:
+        return possible[0]
+    if not isinstance(asked, str) or asked not in possible:
+        where, verb = "a CPU" if device.type == "cpu" else "this GPU", "is" if len(possible) == 1 else "are"
+        raise ValueError(f"tier {asked!r} is not possible for these arguments on {where}; {', '.join(possible)} {verb}")
+    return asked
+
+
+def check_choice(name: str, value, allowed: Iterable[str]) -> None:
+    """Raise ValueError, naming what is allowed, unless ``value`` is one of these words."""
+    if not isinstance(value, str) or value not in allowed:
+        raise ValueError(f"{name} must be one of {', '.join(allowed)}, got {value!r}")
+
+
+def check_dtype(name: str, value, allowed: Iterable[torch.dtype]) -> None:
+    """Raise TypeError, naming what is allowed, unless ``value`` is one of these dtypes."""
+    if not isinstance(value, torch.dtype) or value not in allowed:
+        raise TypeError(f"{name} must be one of {', '.join(dict.fromkeys(map(str, allowed)))}, got {value!r}")
+
+
+def check_number(name: str, value) -> float:
+    """``value`` as a float; TypeError unless it is one number."""
+    if isinstance(value, bool) or not isinstance(value, int | float | np.integer | np.floating):
+        raise TypeError(f"{name} must be a number, got {kind_of(value)}")
+    return float(value)
+
+
+def check_count(name: str, value) -> int:
+    """``value`` as an int; TypeError unless it is a whole number, ValueError where it is below 1."""
+    if isinstance(value, bool) or not isinstance(value, int | np.integer):
+        raise TypeError(f"{name} must be an int, got {kind_of(value)}")
+    if value < 1:
+        raise ValueError(f"{name} must be at least 1, got {value}")
+    return int(value)
+
+
+def kind_of(value) -> str:
+    """The type of ``value`` as messages name it: ``str``, ``numpy.ndarray``."""
+    return f"{type(value).__module__}.{type(value).__qualname__}".removeprefix("builtins.")
 
 
 def rows(value: torch.Tensor) -> torch.Tensor:

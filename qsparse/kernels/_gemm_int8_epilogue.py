@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 import torch
 
-from qsparse.kernels._face import check_same_device, check_tensor, rows
+from qsparse.kernels._face import check_dtype, check_same_device, check_tensor, rows
 
 OUT_DTYPES = (
     torch.float32,
@@ -42,8 +42,7 @@ class Epilogue(NamedTuple):
 
     def check(self, x: torch.Tensor, n: int, out_dtype: torch.dtype) -> None:
         """Raise unless each suits ``x`` (M, K), ``n`` outputs and their dtype, and lies on the device of ``x``."""
-        if out_dtype not in OUT_DTYPES:
-            raise TypeError(f"out_dtype must be one of {', '.join(map(str, OUT_DTYPES))}, got {out_dtype}")
+        check_dtype("out_dtype", out_dtype, OUT_DTYPES)
         scale_x, scale_w, bias, zero_x, sums_w, scale_y, _ = self
         m = x.shape[0]
         for name, value, size in (("scale_x", scale_x, m), ("scale_w", scale_w, n), ("bias", bias, n)):

@@ -8,7 +8,7 @@ import warnings
 import torch
 
 from qsparse.kernels import _spmm_sm80
-from qsparse.kernels._face import C_FLOATS, check_same_device, check_tensor, rows
+from qsparse.kernels._face import C_FLOATS, check_same_device, check_tensor, kind_of, rows
 from qsparse.kernels._load import launch
 
 _TILE, _WARPS, _BLOCK = 32, 8, 256
@@ -79,6 +79,16 @@ def check_pattern(col_indices, row_offsets, shape, check: bool) -> None:
     if check:
         _check_offsets(row_offsets, col_indices.numel())
         check_indices("col_indices", col_indices, k)
+
+
+def check_plan(plan, col_indices, row_offsets, shape) -> None:
+    """Raise unless ``plan`` is None or what ``spmm_csr.plan`` returned for these very arrays."""
+    if plan is None:
+        return
+    if not isinstance(plan, _spmm_sm80.Plan):
+        raise TypeError(f"plan must be what spmm_csr.plan returned, or None, got {kind_of(plan)}")
+    if not plan.fits(col_indices, row_offsets, shape):
+        raise ValueError("plan was made for other col_indices, row_offsets or another shape")
 
 
 def _check_offsets(row_offsets, nnz: int) -> None:

@@ -5,7 +5,19 @@ from __future__ import annotations
 import torch
 
 from qsparse.kernels import _gemm_simt, _gemm_single_sm90, _gemm_sm80, _gemm_sm90, _relu_mask
-from qsparse.kernels._face import C_FLOATS, check_same_device, check_tensor, face, matrix, new_matrix, rows
+from qsparse.kernels._face import (
+    C_FLOATS,
+    check_choice,
+    check_dtype,
+    check_number,
+    check_same_device,
+    check_tensor,
+    face,
+    matrix,
+    new_matrix,
+    pick_tier,
+    rows,
+)
 
 SOURCES = {
     _gemm_simt.SOURCE: _gemm_simt.INSTANCES,
@@ -90,6 +102,8 @@ def gemm(
     """
     if torch.compiler.is_compiling() and (out, mask, tier) == (None, None, None) and not return_mask:
         return _operator(x, w, bias, relu, alpha, precision, out_dtype or x.dtype)
+    if type(alpha) is not float:
+        alpha = check_number("alpha", alpha)
     options = (out, accumulate, out_dtype, return_mask, mask, tier, precision)
     plain = options == (None, False, None, False, None, None, "ieee")
     if plain and (y := _repeat(x, w, bias, relu, alpha)) is not None:
@@ -100,11 +114,9 @@ def gemm(
     n = w.shape[0]
     if bias is not None:
         check_tensor("bias", bias, (x.dtype,), (n,))
-    if precision not in _PRECISIONS:
-        raise ValueError(f"precision must be one of {', '.join(_PRECISIONS)}, got {precision!r}")
-    out_dtype = out_dtype or x.dtype
-    if out_dtype not in (x.dtype, torch.float32):
-        raise TypeError(f"out_dtype must be the dtype of x ({x.dtype}) or torch.float32, got {out_dtype}")
+    check_choice("precision", precision, _PRECISIONS)
+    out_dtype = x.dtype if out_dtype is None else out_dtype
+    check_dtype("out_dtype", out_dtype, (x.dtype, torch.float32))
     if out is not None:
         check_tensor("out", out, (out_dtype,), (m, n))
         if not out.is_contiguous():
@@ -117,6 +129,7 @@ def gemm(
         check_tensor("mask", mask, (torch.int64,), (m, _relu_mask.words(n)))
     check_same_device(x, w=w, bias=bias, out=out, mask=mask)
     if x.device.type == "cpu":
+        pick_tier(tier, (), x.device)
         y = _cpu(x, w, bias, relu, alpha, out_dtype)
         return _finish(y, out, accumulate, mask, return_mask)
 
@@ -125,7 +138,7 @@ def gemm(
     (x, x_k, ldx), (w, w_k, ldw) = (matrix(a, k_major=x.dtype == torch.float32 and tensor_cores) for a in (x, w))
     bias, mask = (None if a is None else rows(a) for a in (bias, mask))
     operands = (x, x_k, ldx, w, w_k, ldw, bias)
-    tier = _pick(tier, gemm.tier(x.device), operands, precision)
+    tier = pick_tier(tier, _possible(gemm.tier(x.device), operands, precision), x.device)
     mode = _gemm_sm90.WRITE_MASK if return_mask else _gemm_sm90.NO_MASK if mask is None else _gemm_sm90.APPLY_MASK
     y = out if out is not None else torch.empty((m, n), dtype=out_dtype, device=x.device)
     if tier == "sm90" and _gemm_sm90.has_epilogue(x, x_k, w_k, out_dtype, mode) and precision != "highest":
@@ -187,19 +200,15 @@ def _repeat(x, w, bias, relu: bool, alpha: float):
     return _gemm_sm90.launch_plan(plan, x, w, bias, y, alpha)
 
 
-def _pick(asked: str | None, best: str, operands: tuple, precision: str) -> str:
-    """The tier to run: the best that this GPU has and these arrays allow, or the one asked for."""
+def _possible(best: str, operands: tuple, precision: str) -> list[str]:
+    """The tiers that a GPU whose best is ``best`` has and these arrays allow, best first."""
     x, x_k, ldx, w, w_k, ldw, _ = operands
     possible = ["simt"]
     if best != "simt" and _gemm_sm80.supports(x, x_k, ldx, w, w_k, ldw):
         possible.insert(0, "sm80")
     if best == "sm90" and _gemm_sm90.supports(x, ldx, w, ldw, precision):
         possible.insert(0, "sm90")
-    if asked is None:
-        return possible[0]
-    if asked not in possible:
-        raise ValueError(f"tier {asked!r} is not possible for these arrays on this GPU; {', '.join(possible)} are")
-    return asked
+    return possible
 
 
 def _finish(y, out, accumulate, mask, return_mask):

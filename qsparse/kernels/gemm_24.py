@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from qsparse.kernels import _gemm_24_sm80, _gemm_24_sm90, _gemm_24_tiers, _two_four
-from qsparse.kernels._face import C_FLOATS, check_same_device, check_tensor, face, rows
+from qsparse.kernels._face import C_FLOATS, check_dtype, check_same_device, check_tensor, face, rows
 from qsparse.kernels.gemm import gemm
 
 SOURCES = {
@@ -59,9 +59,8 @@ def gemm_24(x, values, metadata, bias=None, *, relu: bool = False, out_dtype=Non
     n = _two_four.check(x, values, metadata, (x.dtype,))
     if bias is not None:
         check_tensor("bias", bias, (x.dtype,), (n,))
-    out_dtype = out_dtype or x.dtype
-    if out_dtype not in (x.dtype, torch.float32):
-        raise TypeError(f"out_dtype must be the dtype of x ({x.dtype}) or torch.float32, got {out_dtype}")
+    out_dtype = x.dtype if out_dtype is None else out_dtype
+    check_dtype("out_dtype", out_dtype, (x.dtype, torch.float32))
     check_same_device(x, values=values, metadata=metadata, bias=bias)
     chosen = _gemm_24_tiers.pick(tier, gemm_24.tier(x.device), x, n, out_dtype)
     if chosen is not None:

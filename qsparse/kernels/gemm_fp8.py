@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from qsparse.kernels import _gemm_int8_sm90 as sm90
-from qsparse.kernels._face import C_FLOATS, check_same_device, check_tensor, cpu_slices, face, matrix, rows
+from qsparse.kernels._face import C_FLOATS, check_dtype, check_same_device, check_tensor, cpu_slices, face, matrix, rows
 from qsparse.kernels._gemm_int8_epilogue import Epilogue
 from qsparse.kernels.gemm import gemm
 
@@ -50,8 +50,7 @@ def gemm_fp8(x, w, scale_x=None, scale_w=None, bias=None, *, relu: bool = False,
     m, k = x.shape
     check_tensor("w", w, (sm90.FP8, torch.uint8), (None, k))
     n = w.shape[0]
-    if out_dtype not in C_FLOATS:
-        raise TypeError(f"out_dtype must be one of {', '.join(map(str, C_FLOATS))}, got {out_dtype}")
+    check_dtype("out_dtype", out_dtype, C_FLOATS)
     for name, value, size in (("scale_x", scale_x, m), ("scale_w", scale_w, n), ("bias", bias, n)):
         if value is not None:
             one = name != "bias" and isinstance(value, torch.Tensor) and value.numel() == 1

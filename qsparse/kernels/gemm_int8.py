@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from qsparse.kernels import _gemm_int8_cpu, _gemm_int8_simt, _gemm_int8_sm80, _gemm_int8_sm90
-from qsparse.kernels._face import check_same_device, check_tensor, face, matrix, rows
+from qsparse.kernels._face import check_same_device, check_tensor, face, matrix, pick_tier, rows
 from qsparse.kernels._gemm_int8_cpu import cpu_method
 from qsparse.kernels._gemm_int8_epilogue import Epilogue
 
@@ -105,12 +105,13 @@ def gemm_int8(
         raise ValueError(f"out_dtype int32 can overflow beyond K = {longest} (K is {k}); ask for int64")
     epilogue = epilogue.prepared(w)
     if x.device.type == "cpu":
+        pick_tier(tier, (), x.device)
         return _gemm_int8_cpu.compute(rows(x), rows(w), epilogue, out_dtype, k > longest)
 
     best = gemm_int8.tier(x.device) if k <= longest else "simt"
     (x, ldx), (w, ldw) = _operands(x, w, align=tier is None and best != "simt" and m * n * k >= _COPY_WORK)
     y = torch.empty((m, n), dtype=out_dtype, device=x.device)
-    chosen = _pick(tier, best, x, ldx, w, ldw, y)
+    chosen = pick_tier(tier, _possible(best, x, ldx, w, ldw, y), x.device)
     if chosen == "simt":
         _gemm_int8_simt.launch_gemm(x, ldx, w, ldw, y, epilogue, wide=k > longest)
     else:
@@ -177,13 +178,8 @@ def _operands(*operands: torch.Tensor, align: bool) -> list[tuple[torch.Tensor, 
     return found
 
 
-def _pick(asked: str | None, best: str, x, ldx: int, w, ldw: int, y) -> str:
-    """The tier to run: the best that this GPU has and these arrays allow, or the one asked for."""
+def _possible(best: str, x, ldx: int, w, ldw: int, y) -> list[str]:
+    """The tiers that a GPU whose best is ``best`` has and these arrays allow, best first."""
     order = list(_TIERS)
     served = reversed(order[: order.index(best) + 1])
-    possible = [name for name in served if name == "simt" or _TIERS[name].supports(x, ldx, w, ldw, y)]
-    if asked is None:
-        return possible[0]
-    if asked not in possible:
-        raise ValueError(f"tier {asked!r} is not possible for these arrays on this GPU; {', '.join(possible)} are")
-    return asked
+    return [name for name in served if name == "simt" or _TIERS[name].supports(x, ldx, w, ldw, y)]

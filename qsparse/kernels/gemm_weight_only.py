@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from qsparse.kernels import _gemm_weight_only_sm80
-from qsparse.kernels._face import C_FLOATS, check_same_device, check_tensor, face, matrix, rows
+from qsparse.kernels._face import C_FLOATS, check_count, check_same_device, check_tensor, face, matrix, pick_tier, rows
 from qsparse.kernels._load import launch
 from qsparse.kernels.gemm import gemm
 
@@ -84,16 +84,13 @@ def gemm_weight_only(x, w, scale, bias=None, *, group: int | None = None, relu: 
     n, packed = w.shape[0], w.dtype == torch.uint8
     check_tensor("w", w, (w.dtype,), (None, -(-k // 2) if packed else k))
     if group is not None:
-        if isinstance(group, bool) or not isinstance(group, int):
-            raise TypeError(f"group must be an int, got {type(group).__name__}")
-        if group < 1:
-            raise ValueError(f"group must be at least 1, got {group}")
-        group = min(group, 32 * (k // 32 + 1))  # wider than K is the same, and an int32 holds it
+        group = min(check_count("group", group), 32 * (k // 32 + 1))  # wider than K is the same, and an int32 holds it
     check_tensor("scale", scale, (torch.float32,), (n,) if group is None else (n, -(-k // group)))
     if bias is not None:
         check_tensor("bias", bias, (x.dtype,), (n,))
     check_same_device(x, w=w, scale=scale, bias=bias)
     if x.device.type == "cpu":
+        pick_tier(tier, (), x.device)
         return _cpu(x, w, scale, bias, group, relu)
 
     (x, _, ldx), (w, _, ldw) = (matrix(a, k_major=True) for a in (x, w))
@@ -101,9 +98,7 @@ def gemm_weight_only(x, w, scale, bias=None, *, group: int | None = None, relu: 
     possible = ["simt"]
     if gemm_weight_only.tier(x.device) != "simt" and _gemm_weight_only_sm80.supports(x, w, group):
         possible.insert(0 if x.shape[0] <= _FEW_ROWS else 1, "sm80")
-    if tier is not None and tier not in possible:
-        raise ValueError(f"tier {tier!r} is not possible for these arrays on this GPU; {', '.join(possible)} are")
-    if (tier or possible[0]) == "simt":
+    if pick_tier(tier, possible, x.device) == "simt":
         return gemm(x, _dequantized(w, ldw, scale, group, x), bias, relu=relu)
     y = torch.empty((x.shape[0], n), dtype=x.dtype, device=x.device)
     _gemm_weight_only_sm80.launch_gemm(x, ldx, w, ldw, scale, group, bias, y, relu=relu)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from qsparse.kernels import _linear_int8_few_sm80
-from qsparse.kernels._face import C_FLOATS, check_same_device, check_tensor, face, rows
+from qsparse.kernels._face import C_FLOATS, check_dtype, check_same_device, check_tensor, face, rows
 from qsparse.kernels._load import following
 from qsparse.kernels.gemm_int8 import gemm_int8
 from qsparse.kernels.quantize_rows import quantize_rows
@@ -58,8 +58,7 @@ def linear_int8(
         return _operator(x, w, scale_w, bias, scale_x, relu, out_dtype)
     check_tensor("x", x, tuple(C_FLOATS), (None, None))
     _check_arrays(x, w, scale_w, bias, scale_x)
-    if out_dtype not in C_FLOATS:
-        raise TypeError(f"out_dtype must be one of {', '.join(map(str, C_FLOATS))}, got {out_dtype}")
+    check_dtype("out_dtype", out_dtype, C_FLOATS)
     if x.device.type == "cuda" and one_launch is not False:
         y = _launch(x, w, scale_w, bias, scale_x, relu, out_dtype)
         if y is not None:

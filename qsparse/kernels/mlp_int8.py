@@ -7,7 +7,7 @@ import contextlib
 import torch
 
 from qsparse.kernels import _mlp_int8_row_sm90, _mlp_int8_rows_sm90, _mlp_int8_sm90
-from qsparse.kernels._face import C_FLOATS, check_same_device, check_tensor, face
+from qsparse.kernels._face import C_FLOATS, check_same_device, check_tensor, face, kind_of
 from qsparse.kernels._load import following
 from qsparse.kernels.gemm_int8 import gemm_int8
 from qsparse.kernels.linear_int8 import linear_int8
@@ -49,6 +49,11 @@ def mlp_int8(x, weights, weight_scales, biases, *, input_scales=None, one_launch
     if torch.compiler.is_compiling():
         return _operator(x, list(weights), list(weight_scales), list(biases), _listed(input_scales, weights))
     check_tensor("x", x, tuple(C_FLOATS), (None, None))
+    lists = {"weights": weights, "weight_scales": weight_scales, "biases": biases, "input_scales": input_scales}
+    for name, values in lists.items():
+        given = values is not None or name != "input_scales"
+        if given and not isinstance(values, list | tuple):
+            raise TypeError(f"{name} must be a list or a tuple with one entry a layer, got {kind_of(values)}")
     input_scales = _listed(input_scales, weights)
     _check_layers(x, weights, weight_scales, biases, input_scales)
     layers = list(zip(weights, weight_scales, biases, input_scales, strict=True))

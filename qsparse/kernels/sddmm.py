@@ -52,8 +52,7 @@ def sddmm(dy, x, col_indices, row_offsets, *, check: bool = True, plan=None):
     check_same_device(dy, x=x, col_indices=col_indices)
     n, k = _spmm.check_shape((dy.shape[1], x.shape[1]), x.shape[1]), x.shape[1]
     _spmm.check_pattern(col_indices, row_offsets, (n, k), check)
-    if plan is not None and not plan.fits(col_indices, row_offsets, (n, k)):
-        raise ValueError("plan was made for other col_indices, row_offsets or another shape")
+    _spmm.check_plan(plan, col_indices, row_offsets, (n, k))
     col_indices, row_offsets = rows(col_indices), rows(row_offsets)
     if not len(dy) or not col_indices.numel():
         return dy.new_zeros(col_indices.numel())

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from qsparse.kernels._face import check_same_device, check_tensor, face
+from qsparse.kernels._face import check_number, check_same_device, check_tensor, face
 from qsparse.kernels._load import launch
 
 BLOCK = 256
@@ -36,6 +36,8 @@ def sgd(param, grad, momentum_buffer=None, *, lr, momentum=0.0, weight_decay=0.0
     if torch.compiler.is_compiling():
         rate = lr if lr_at is None else 0.0
         return _operator(param, grad, momentum_buffer, mask, rate, lr_at, momentum, weight_decay)
+    lr = lr if lr_at is not None else check_number("lr", lr)
+    momentum, weight_decay = check_number("momentum", momentum), check_number("weight_decay", weight_decay)
     shape = tuple(param.shape) if isinstance(param, torch.Tensor) else ()
     check_tensor("param", param, (torch.float32,), shape)
     check_tensor("grad", grad, (torch.float32,), shape)

@@ -6,7 +6,7 @@ import torch
 
 from qsparse.kernels import _bitmap_tiles, _spmm, _spmm_bitmap_sm80
 from qsparse.kernels._bitmap_tiles import CHUNK, WORDS
-from qsparse.kernels._face import C_FLOATS, check_same_device, check_tensor, face, matrix, rows
+from qsparse.kernels._face import C_FLOATS, check_dtype, check_same_device, check_tensor, face, matrix, pick_tier, rows
 from qsparse.kernels._load import launch
 from qsparse.kernels.gemm import gemm
 
@@ -81,21 +81,19 @@ def spmm_bitmap(
     check_tensor("values", values, (x.dtype,), (None,))
     if bias is not None:
         check_tensor("bias", bias, (x.dtype,), (n,))
-    out_dtype = out_dtype or x.dtype
-    if out_dtype not in (x.dtype, torch.float32):
-        raise TypeError(f"out_dtype must be the dtype of x ({x.dtype}) or torch.float32, got {out_dtype}")
+    out_dtype = x.dtype if out_dtype is None else out_dtype
+    check_dtype("out_dtype", out_dtype, (x.dtype, torch.float32))
     check_same_device(x, values=values, masks=masks, offsets=offsets, bias=bias)
     if check:
         _bitmap_tiles.check(values, masks, offsets, (n, k))
     values, masks, offsets = rows(values), rows(masks), rows(offsets)
     if x.device.type == "cpu":
+        pick_tier(tier, (), x.device)
         return gemm(x, _bitmap_tiles.unpack(values, masks, offsets, (n, k)), bias, relu=relu, out_dtype=out_dtype)
 
     sm80 = x.dtype in _spmm_bitmap_sm80.DTYPES and spmm_bitmap.tier(x.device) == "sm80"
     possible = ["sm80", "simt"] if sm80 else ["simt"]
-    if tier is not None and tier not in possible:
-        raise ValueError(f"tier {tier!r} is not possible for these arrays on this GPU; {', '.join(possible)} are")
-    sm80 = (tier or possible[0]) == "sm80"
+    sm80 = pick_tier(tier, possible, x.device) == "sm80"
     bias = None if bias is None else rows(bias)
     values = values if values.data_ptr() % 16 == 0 else values.clone()
     if sm80 and _spmm_bitmap_sm80.takes_few(x, n):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from qsparse.kernels import _spmm, _spmm_expand_sm90, _spmm_groups_sm90, _spmm_slab_sm90, _spmm_sm80
-from qsparse.kernels._face import C_FLOATS, check_same_device, check_tensor, face, rows
+from qsparse.kernels._face import C_FLOATS, check_choice, check_same_device, check_tensor, face, rows
 
 SOURCES = {
     "spmm_csr.cu": _spmm.simt_instances("spmm_csr"),
@@ -71,16 +71,14 @@ def spmm_csr(
     """
     if torch.compiler.is_compiling():  # a plan is no tensor: the operator goes without
         return _operator(x, values, col_indices, row_offsets, bias, list(shape), relu, check, columns, precision)
-    if precision not in ("ieee", "highest"):
-        raise ValueError(f'precision must be "ieee" or "highest", got {precision!r}')
+    check_choice("precision", precision, ("ieee", "highest"))
     check_tensor("x", x, tuple(C_FLOATS), (None, None))
     n = _spmm.check_shape(shape, x.shape[1])
     _spmm.check_csr(x, values, col_indices, row_offsets, (n, x.shape[1]), check)
     if bias is not None:
         check_tensor("bias", bias, (x.dtype,), (n,))
     check_same_device(x, bias=bias)
-    if plan is not None and not plan.fits(col_indices, row_offsets, shape):
-        raise ValueError("plan was made for other col_indices, row_offsets or another shape")
+    _spmm.check_plan(plan, col_indices, row_offsets, shape)
     values, col_indices, row_offsets = rows(values), rows(col_indices), rows(row_offsets)
     if x.device.type == "cpu":
         y = _spmm.cpu(x, torch.sparse_csr, (row_offsets, col_indices.int()), values, shape, bias, relu)

@@ -5,10 +5,20 @@ from __future__ import annotations
 import itertools
 import math
 
+import numpy as np
 import torch
 
 from qsparse.kernels import _train_mlp_grid_sm90, _train_mlp_sm80, _train_mlp_sm90, _train_mlp_two_sm90
-from qsparse.kernels._face import check_same_device, check_tensor, face
+from qsparse.kernels._face import (
+    check_choice,
+    check_count,
+    check_number,
+    check_same_device,
+    check_tensor,
+    face,
+    kind_of,
+    pick_tier,
+)
 from qsparse.kernels.bias_relu_grad import bias_relu_grad
 from qsparse.kernels.gemm import gemm
 from qsparse.kernels.sgd import sgd
@@ -85,13 +95,15 @@ def train_mlp(
     cross-entropy of a batch.
     """
     check_tensor("images", images, (torch.uint8,), (None, None))
-    sizes = tuple(sizes)
+    if not isinstance(sizes, list | tuple) or not all(isinstance(size, int | np.integer) for size in sizes):
+        raise TypeError(f"sizes must be a tuple of integers, got {kind_of(sizes)} {sizes!r}")
+    sizes = tuple(map(int, sizes))
     if len(sizes) < 2 or min(sizes) < 1 or sizes[0] != images.shape[1]:
         raise ValueError(f"sizes must be two widths or more, the first one that of images ({images.shape[1]}): {sizes}")
-    if batch < 1:
-        raise ValueError(f"batch must be at least 1, got {batch}")
-    if precision not in _train_mlp_sm90.PARTS:
-        raise ValueError(f"precision must be one of {', '.join(_train_mlp_sm90.PARTS)}, got {precision!r}")
+    batch = check_count("batch", batch)
+    scale, shift = check_number("scale", scale), check_number("shift", shift)
+    momentum, weight_decay = check_number("momentum", momentum), check_number("weight_decay", weight_decay)
+    check_choice("precision", precision, _train_mlp_sm90.PARTS)
     check_tensor("labels", labels, (torch.int64,), (len(images),))
     check_tensor("order", order, (torch.int64,), (None,))
     check_tensor("rates", rates, (torch.float32,), (math.ceil(len(order) / batch),))
@@ -123,13 +135,12 @@ def train_mlp(
         hopper = next((each for each in _HOPPER if each.supports(*given) and each.fits(*device)), None)
     if hopper:
         possible.insert(0, "sm90")
-    if tier is not None and tier not in possible:
-        raise ValueError(f"tier {tier!r} is not possible for this network on this device; {', '.join(possible)} are")
+    chosen = pick_tier(tier, possible, images.device)
     if len(order):
-        launch = {"sm90": hopper and hopper.launch, "sm80": _train_mlp_sm80.launch, "simt": _by_layers}
+        launch = {"sm90": hopper and hopper.launch, "sm80": _train_mlp_sm80.launch}.get(chosen, _by_layers)
         options = {"momentum": momentum, "weight_decay": weight_decay}
         arrays = images, labels, order, rates, parameters, velocities, mask, losses
-        launch[tier or possible[0]](*arrays, sizes, batch, scale, shift, options, precision)
+        launch(*arrays, sizes, batch, scale, shift, options, precision)
     return losses
 
 

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import inspect
+import math
+import warnings
+
 import numpy as np
 import pytest
 import torch
@@ -134,6 +138,7 @@ NUMPY_LAYOUTS = {
     "negative strides": _negative_strides,
     "read-only": _read_only,
     "big-endian": lambda tensor: tensor.numpy().astype(tensor.numpy().dtype.newbyteorder(">")),
+    "memory-mapped": lambda tensor: tensor.numpy().copy().view(np.memmap),
 }
 
 
@@ -164,6 +169,30 @@ def test_numpy_arrays_changed_in_place_must_allow_it(layout, which, normal):
     with pytest.raises(ValueError, match=rf"^{which} is changed in place and must be contiguous, writable"):
         kernels.sgd(**arrays, lr=0.1, momentum=0.9)
     assert np.array_equal(arrays[which], before)
+
+
+@pytest.mark.parametrize("device", ["cpu"])
+@pytest.mark.parametrize("kind", [np.ma.MaskedArray, np.matrix, np.recarray])
+def test_an_array_that_is_more_than_its_numbers_is_named(call, kind):
+    """Only its numbers would be seen: a MaskedArray's mask would be lost, silently."""
+    function, args, options = call
+    names = [*inspect.signature(function).parameters]
+    for at in (at for at, value in enumerate(args) if kind is not np.matrix or value.dim() == 2):
+        changed = [value.numpy().copy() for value in args]
+        changed[at] = changed[at].view(kind)
+        sentence = rf"^{names[at]} must be a plain numpy\.ndarray, got numpy\..*{kind.__name__};"
+        with pytest.raises(TypeError, match=sentence):
+            function(*changed, **{key: convert(value, torch.Tensor.numpy) for key, value in options.items()})
+
+
+@pytest.mark.parametrize("device", ["cpu"])
+@pytest.mark.parametrize("dtype", ["U1", np.longdouble, [("field", "f4")]], ids=str)
+def test_a_dtype_that_pytorch_has_not_is_named(call, dtype):
+    function, args, options = call
+    changed = [value.numpy() for value in args]
+    changed[0] = np.zeros(changed[0].shape, dtype)
+    with pytest.raises(TypeError, match=r"^\w+ is of dtype .*, which PyTorch does not have"):
+        function(*changed, **{key: convert(value, torch.Tensor.numpy) for key, value in options.items()})
 
 
 @face({})
@@ -347,6 +376,67 @@ def test_a_sparse_tensor_is_named(call, layout):
         changed = [value.to_sparse(layout=layout) if i == at else value for i, value in enumerate(args)]
         with pytest.raises(TypeError, match=r"^\w+ must be a dense array, got torch\.sparse_"):
             function(*changed, **options)
+
+
+def test_a_tensor_of_another_one_s_memory_is_named(normal, device):
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)  # a prototype
+        x = torch.masked.masked_tensor(normal(4, 6, device=device), normal(4, 6, device=device) > 0)
+    with pytest.raises(TypeError, match=r"^x must be a plain torch\.Tensor, got .*\.MaskedTensor"):
+        kernels.gemm(x, normal(5, 6, device=device))
+
+
+WRONG = {  # of each option: what it cannot be
+    "alpha": ("x", None, [1.0], True),
+    "batch": ("x", 2.5, True, 0, -3, math.nan),
+    "group": ("x", 2.5, True, 0, -3, math.nan),
+    "lr": ("x", None, [0.1], True),
+    "momentum": ("x", None, [0.1], True),
+    "out_dtype": ("float32", np.float32, torch.complex64, [], 0),
+    "plan": ("x", 0, [], {}),
+    "precision": ("x", "", None, 1, []),
+    "scale": ("x", None, [0.1], True),
+    "shift": ("x", None, [0.1], True),
+    "sizes": (784, "x", None, (784.0, 10.0), ("784", "10")),
+    "tier": ("x", "", 3, [], "sm70", "sm80"),
+    "weight_decay": ("x", None, [0.1], True),
+}
+
+
+@pytest.mark.parametrize("device", ["cpu"])
+def test_an_option_that_cannot_be_is_named(call, name):
+    function, args, options = call
+    parameters = inspect.signature(function).parameters.values()
+    for option, default in ((each.name, each.default) for each in parameters if each.kind is each.KEYWORD_ONLY):
+        for value in WRONG.get(option, ()):
+            if value is default is None:
+                continue
+            with pytest.raises((TypeError, ValueError), match=rf"^{option}\b"):
+                function(*args, **{**options, option: value})
+
+
+@pytest.mark.parametrize("device", ["cpu"])
+def test_a_tier_that_a_cpu_has_not_is_refused_with_those_that_it_has(call):
+    function, args, options = call
+    if "tier" not in inspect.signature(function).parameters:
+        pytest.skip("no tier is chosen there")
+    for tier in ("sm90", "sm80", "simt", "sm70"):
+        with pytest.raises(ValueError, match=rf"^tier '{tier}' is not possible for these arguments on a CPU; cpu is"):
+            function(*args, **options, tier=tier)
+    reference = expected(*call)
+    for output, same in zip(run(function, args, {**options, "tier": "cpu"}, torch.clone), reference, strict=True):
+        assert torch.equal(output, same)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("device", ["cuda:0"])
+def test_an_unknown_tier_is_refused_with_those_that_there_are(call):
+    function, args, options = call
+    if "tier" not in inspect.signature(function).parameters:
+        pytest.skip("no tier is chosen there")
+    sentence = r"^tier 'sm70' is not possible for these arguments on this GPU; .*\bsimt (is|are)"
+    with pytest.raises(ValueError, match=sentence):
+        function(*args, **options, tier="sm70")
 
 
 @pytest.mark.gpu

@@ -348,7 +348,7 @@ def test_a_repeated_call_computes_anew(device, integers, normal, assert_same_bit
 @pytest.mark.gpu
 def test_a_tier_that_cannot_be_had_is_refused(integers):
     x, w = integers(-128, 128, 4, 15, device="cuda"), integers(-128, 128, 5, 15, device="cuda")
-    with pytest.raises(ValueError, match="tier 'sm80' is not possible for these arrays on this GPU; simt are"):
+    with pytest.raises(ValueError, match="tier 'sm80' is not possible for these arguments on this GPU; simt is"):
         kernels.gemm_int8(x, w, tier="sm80")
     kernels.gemm_int8(x, w, tier="simt")
 

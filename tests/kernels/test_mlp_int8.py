@@ -134,6 +134,10 @@ def test_refuses_what_does_not_fit(device, network, normal):
         kernels.mlp_int8(x, weights[:1] * 2, scales[:1] * 2, biases[:1] * 2)
     with pytest.raises(ValueError, match=r"^biases must have one entry for each of the 2 layers, got 1"):
         kernels.mlp_int8(x, weights, scales, biases[:1])
+    arguments = {"weights": weights, "weight_scales": scales, "biases": biases, "input_scales": None}
+    for name in arguments:
+        with pytest.raises(TypeError, match=rf"^{name} must be a list or a tuple with one entry a layer, got float"):
+            kernels.mlp_int8(x, **{**arguments, name: 0.5})
     with pytest.raises(ValueError, match=r"^weights must hold at least one layer"):
         kernels.mlp_int8(x, [], [], [])
     with pytest.raises(TypeError, match=r"^weight_scales\[1\] must be an? .*got float"):
