@@ -19,6 +19,7 @@ import torch
 
 from qsparse import download, idx
 from qsparse.errors import UserError
+from qsparse.kernels._face import check_plain
 from qsparse.kernels._load import cache_root
 
 MEAN = 0.1307
@@ -137,16 +138,19 @@ def as_split(given: object) -> Split:
             f"{type(given).__name__}"
         )
     images, labels = (
-        each
-        if isinstance(each, torch.Tensor)
-        else torch.tensor(np.ascontiguousarray(each, each.dtype.newbyteorder("=")))  # of IDX files it is another
-        for each in given
+        _tensor_of(name, each) if isinstance(each, np.ndarray) else each
+        for name, each in zip(("images", "labels"), given, strict=True)
     )
     if not (images.dtype == torch.uint8 or images.is_floating_point()) or not _whole(labels):
         raise TypeError(f"images must be uint8 or floats and labels whole numbers, not {images.dtype}, {labels.dtype}")
     if images.ndim != 2 or labels.shape != images.shape[:1]:
         raise ValueError(f"images and labels must be (M, K) and (M,), not {tuple(images.shape)}, {tuple(labels.shape)}")
     return Split(images, labels.long())
+
+
+def _tensor_of(name: str, array: np.ndarray) -> torch.Tensor:
+    check_plain(name, array)
+    return torch.tensor(np.ascontiguousarray(array, array.dtype.newbyteorder("=")))  # of IDX files it is another
 
 
 def _whole(labels: torch.Tensor) -> bool:

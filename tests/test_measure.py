@@ -3,6 +3,7 @@ import json
 import subprocess
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
@@ -169,6 +170,11 @@ def test_a_pair_of_arrays_is_a_split():
     [
         ([MLP((20, 4))], random_split(), "models must be a dict from a variant's name to its model, not list"),
         ({"baseline": MLP((20, 4))}, torch.zeros(3, 20), "must be a Split, .* or a pair of arrays, not Tensor"),
+        (
+            {"baseline": MLP((20, 4))},
+            (np.ma.zeros((3, 20), np.float32), np.zeros(3, np.int64)),
+            r"images must be a plain numpy\.ndarray, got numpy\.ma\..*MaskedArray",
+        ),
         ({"baseline": MLP((20, 4))}, None, "must be a Split, .* not NoneType"),
         ({"baseline": MLP((20, 4)), "mine": None}, random_split(), "mine must be a model, .* not NoneType"),
         ({"baseline": MLP}, random_split(), "baseline must be a model, .* not type"),
