@@ -10,7 +10,9 @@ import contextlib
 import functools
 import json
 import math
+import signal
 import statistics
+import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, nullcontext
@@ -33,6 +35,9 @@ _CPU_BUDGET_S = 0.3
 _HOST_CALLS = 50  # below the number of launches that the driver queues before it makes the host wait
 _HOST_BUDGET_S = 0.005
 _HOST_ROUNDS = 5
+PATIENCE_S = 60.0
+"""With a peer's first call, in which it may have to be compiled."""
+_WORTH_SAYING_S = 1.0
 _CHECKED_IN_FULL = 4096
 _COPIED_BYTES = 2**30
 
@@ -129,18 +134,53 @@ class Contender:
 def willing(
     calls: dict[str, Call], reference: Reference, tolerance: Tolerance, say: Callable[[str], None]
 ) -> dict[str, Contender]:
-    """The calls that the library takes at all, as contenders; what it says of the others is said."""
+    """The calls that the library takes at all, as contenders; what it says of the others is said.
+
+    A first call that takes longer than `PATIENCE_S` counts as refused.
+    """
     found = {}
     for name, call in calls.items():
+        started = time.perf_counter()
         try:
-            call()
+            with _limited(PATIENCE_S):
+                call()
         except RuntimeError as error:
             if isinstance(error, torch.cuda.OutOfMemoryError):
                 raise
             say(f"{name} refused: {str(error).strip().splitlines()[0]}")
         else:
             found[name] = Contender(call, reference, tolerance)
+            seconds = time.perf_counter() - started
+            if seconds > _WORTH_SAYING_S:
+                say(f"{name}: its first call took {seconds:.1f} s")
     return found
+
+
+@contextlib.contextmanager
+def _limited(seconds: float) -> Iterator[None]:
+    """RuntimeError inside, and out of it, as soon as it takes longer. In the main thread only, which signals reach."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    late = RuntimeError(f"not done within {seconds:g} s")
+
+    def stop(*_: object) -> None:
+        raise late
+
+    before = signal.signal(signal.SIGALRM, stop)
+    signal.setitimer(signal.ITIMER_REAL, seconds, 1.0)  # again every second: a library may swallow one
+    try:
+        yield
+    except Exception as error:  # a library may wrap it too
+        cause: BaseException | None = error
+        while cause is not None and cause is not late:
+            cause = cause.__cause__ or cause.__context__
+        if cause is None:
+            raise
+        raise late from None
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
 
 
 @dataclass(frozen=True)

@@ -1,5 +1,6 @@
 import json
 import math
+import time
 
 import pytest
 import torch
@@ -125,6 +126,33 @@ def test_running_out_of_memory_is_no_refusal():
 
     with pytest.raises(torch.cuda.OutOfMemoryError):
         harness.willing({"peer": Call(exhausted)}, Reference(torch.zeros(1)), TIGHT, print)
+
+
+@pytest.mark.parametrize("wrapped", [False, True])
+def test_a_peer_that_takes_too_long_is_named_and_left_out(monkeypatch, wrapped):
+    monkeypatch.setattr(harness, "PATIENCE_S", 0.05)
+
+    def slow():
+        try:
+            time.sleep(10)
+        except RuntimeError as error:
+            if wrapped:
+                raise RuntimeError("the compiler raised") from error
+            raise
+
+    said, started = [], time.perf_counter()
+    found = harness.willing({"slow": Call(slow), "quick": Call(list)}, Reference(torch.zeros(1)), TIGHT, said.append)
+    assert list(found) == ["quick"]
+    assert said == ["slow refused: not done within 0.05 s"]
+    assert time.perf_counter() - started < 5
+    time.sleep(0.1)  # and the clock has been stopped
+
+
+def test_a_slow_first_call_is_said(monkeypatch):
+    monkeypatch.setattr(harness, "_WORTH_SAYING_S", 0.0)
+    said = []
+    assert list(harness.willing({"peer": Call(list)}, Reference(torch.zeros(1)), TIGHT, said.append)) == ["peer"]
+    assert said == ["peer: its first call took 0.0 s"]
 
 
 def test_an_output_that_is_not_written_shows():
