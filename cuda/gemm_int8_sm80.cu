@@ -42,7 +42,7 @@ gemm_int8_sm80(const X* __restrict__ x, long long ldx, const signed char* __rest
 
     const Block<C> block(M, N, K, group, split);
     int acc[WM / 16][WN / 8][4] = {};
-    multiply<X, true, true>(acc, block, x, ldx, w, ldw, M, N, K, shared_address(shared));
+    multiply<X, true, true>(acc, block, x, ldx, w, ldw, M, N, block.end(K), shared_address(shared));
 
     const int warp = threadIdx.x / WARP, lane = threadIdx.x % WARP, g = lane / 4, t = lane % 4;
     const int m0 = block.m0 + block.m_warp, n0 = block.n0 + block.n_warp;  // the warp's corner

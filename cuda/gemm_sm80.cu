@@ -30,7 +30,7 @@ gemm_sm80(const T* __restrict__ x, long long ldx, const T* __restrict__ w, long 
 
     const Block<C> block(M, N, K, group, split);
     float acc[WM / 16][WN / 8][4] = {};
-    multiply<T, X_K, W_K>(acc, block, x, ldx, w, ldw, M, N, K, shared_address(shared));
+    multiply<T, X_K, W_K>(acc, block, x, ldx, w, ldw, M, N, block.end(K), shared_address(shared));
 
     const int m0 = block.m0, n0 = block.n0, m_warp = block.m_warp, n_warp = block.n_warp;
     const int warp = threadIdx.x / WARP, lane = threadIdx.x % WARP;

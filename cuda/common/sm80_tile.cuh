@@ -110,10 +110,14 @@ template <typename C> struct Block {
         const int warp = threadIdx.x / WARP;
         m_warp = warp / C::WARPS_N * C::WM, n_warp = warp % C::WARPS_N * C::WN;
     }
+
+    // Where its slices end along K: what is loaded ahead stops there, where another part's begin.
+    __device__ __forceinline__ int end(int K) const { return min(K, (begin + count) * C::BK); }
 };
 
-// acc += the warp's tile of x · wᵀ over the block's slices; `stages` is shared memory of C::STAGES slices. X_K / W_K
-// false: that operand lies transposed in memory, (K, M) or (K, N). T is the type of x; w's may differ in its sign.
+// acc += the warp's tile of x · wᵀ over the block's slices, the last of which ends at K; `stages` is shared memory of
+// C::STAGES slices. X_K / W_K false: that operand lies transposed in memory, (K, M) or (K, N). T is the type of x; w's
+// may differ in its sign.
 template <typename T, bool X_K, bool W_K, typename C, typename W, typename Sum>
 __device__ __forceinline__ void multiply(Sum (&acc)[C::WM / 16][C::WN / 8][4], const Block<C>& block,
                                          const T* __restrict__ x, long long ldx, const W* __restrict__ w,
