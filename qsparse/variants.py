@@ -142,6 +142,11 @@ def sparsify_run(
     """
     sparse = _settle(density, format, finetune_epochs, lr, seed, schedule, epochs, order, **pruning)
     source = _open(run, device, console, measuring)
+    variant = sparse.variant + ("" if seed is None else f"-seed{seed}")
+    variant += f"-{schedule}{epochs}" if epochs else ""
+    variant += f"-ft{finetune_epochs}" if finetune_epochs else ""
+    variant += "-joint" if order == "joint" else ""
+    source = dataclasses.replace(source, of=variant)
     if seed is None:
         sparse = dataclasses.replace(sparse, seed=source.config.seed)
     trained = epochs + finetune_epochs
@@ -189,10 +194,6 @@ def sparsify_run(
         model = rewind(_initial(source), masks)
     if trained and schedule in ("one-shot", "lottery"):
         details["finetune_steps"] = "sparse" if _finetune(source, model, masks, config) else "dense"
-    variant = sparse.variant + ("" if seed is None else f"-seed{seed}")
-    variant += f"-{schedule}{epochs}" if epochs else ""
-    variant += f"-ft{finetune_epochs}" if finetune_epochs else ""
-    variant += "-joint" if order == "joint" else ""
     compressed, costs = sparsify_as(sparse, model, masks, scales)
     if costs is not None:
         rows_timed = sparse.auto_batch if sparse.auto == "time" else None
@@ -250,9 +251,14 @@ class _Source:
     device: torch.device
     console: Console | None
     measuring: Mapping[str, Any]
+    of: str = ""  # the variant that is made of it, which may be one of several
 
     def say(self, sentence: str) -> None:
-        say(self.console, sentence)
+        say(self.console, f"{self.of}: {sentence}" if self.of else sentence)
+
+    def display(self, epochs: int) -> Display:
+        """What shows a training of the variant."""
+        return Display(self.console or Console(quiet=True), epochs, self.of)
 
 
 def _open(
@@ -270,11 +276,12 @@ def _open(
 
 
 def _quantized(source: _Source, config: QuantConfig) -> MLP:
+    source = dataclasses.replace(source, of=config.variant)
     with _aloud(source, CalibrationWarning):
         if not config.qat_epochs:
             return quantize(source.model, config, source.dataset.validation.images if config.needs_data else None)
-        source.say(f"{config.variant}: training with its rounding")
-        with Display(source.console or Console(quiet=True), config.qat_epochs) as display:
+        source.say("training with its rounding")
+        with source.display(config.qat_epochs) as display:
             watch = {"on_epoch": display.epoch_end, "progress": display.progress}
             return train_quantized(source.model, config, source.dataset, source.config, **watch)
 
@@ -359,14 +366,14 @@ def _watched(
     training: Callable[..., dict[str, torch.Tensor]], source: _Source, model: MLP, sparse: SparseConfig, *how: Any
 ) -> dict[str, torch.Tensor]:
     """Let `training` change `model`, with its progress shown, and return its masks. how: the configuration, ..."""
-    with Display(source.console or Console(quiet=True), how[0].epochs) as display:
+    with source.display(how[0].epochs) as display:
         watch = {"on_epoch": display.epoch_end, "progress": display.progress}
         return training(model, sparse, source.dataset, *how, **watch)
 
 
 def _finetune(source: _Source, model: MLP, masks: dict[str, torch.Tensor], config: TrainConfig) -> bool:
     """`finetune` with its progress shown."""
-    with Display(source.console or Console(quiet=True), config.epochs) as display:
+    with source.display(config.epochs) as display:
         watch = {"on_epoch": display.epoch_end, "progress": display.progress}
         return finetune(model, masks, source.dataset, config, **watch)
 
@@ -392,7 +399,7 @@ def _save_and_measure_all(
             extra = {"run": str(source.run), "variant": variant, **details[variant]}
             facts[variant]["file_bytes"] = checkpoint.save_model(directory, model, extra).stat().st_size
     done = (f"{place}: saved" if place else f"{name}: simulated, so without a time" for name, place in saved.items())
-    source.say(f"{', '.join(done)}; measuring beside the baseline (some seconds) ...")
+    say(source.console, f"{', '.join(done)}; measuring beside the baseline (some seconds) ...")
     with _aloud(source, PeerWarning):
         rows = measure(
             {BASELINE: source.model, **models},

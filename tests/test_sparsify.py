@@ -228,6 +228,17 @@ def test_a_gradual_schedule(run):
     assert row["accuracy"] > sparsify_run(run, 0.05, device="cpu").rows[1]["accuracy"]
 
 
+def test_a_sweep_says_of_which_density_each_epoch_and_sentence_is(run):
+    how = ("--finetune-epochs", 1, "--format", "auto", "--device", "cpu")
+    result = invoke("sparsify", run, "--density", "0.5,0.1", *how)
+    assert result.exit_code == 0, result.stderr
+    lines = result.stderr.splitlines()
+    for variant in ("auto-0.5-ft1", "auto-0.1-ft1"):
+        assert [line for line in lines if line.startswith(f"{variant}: epoch 1/1  loss ")]
+        assert [line for line in lines if line.startswith(f"{variant}: fc1: ")]
+    assert not [line for line in lines if line.startswith(("epoch", "fc1"))]
+
+
 def test_a_sweep_makes_one_table(run):
     result = invoke("sparsify", run, "--density", "0.5,0.3,0.1", "--device", "cpu", "--json")
     assert result.exit_code == 0, result.stderr

@@ -27,11 +27,12 @@ def shortest(path: str | Path) -> Path:
 class Display:
     """A context that draws on `console` what `fit` reports to `progress` and `epoch_end`.
 
-    Off a terminal the bar is left out and the lines stay.
+    Off a terminal the bar is left out and the lines stay. Where several trainings follow each other, `of` says whose
+    the epochs are.
     """
 
-    def __init__(self, console: Console, epochs: int) -> None:
-        self._epochs = epochs
+    def __init__(self, console: Console, epochs: int, of: str = "") -> None:
+        self._epochs, self._of = epochs, f"{of}: " if of else ""
         self._bar = Bar(
             TextColumn("{task.description}"),
             BarColumn(),
@@ -57,7 +58,7 @@ class Display:
         """Move the bar."""
         self._bar.update(
             self._task,
-            description=f"epoch {now.epoch}/{self._epochs}",
+            description=f"{self._of}epoch {now.epoch}/{self._epochs}",
             completed=now.step,
             total=now.steps,
             loss=now.loss,
@@ -73,7 +74,7 @@ class Display:
         held_out = "" if validation is None else f"  validation {validation:.2%}"
         say(
             self._bar.console,
-            f"epoch {end.epoch}/{self._epochs}  loss {metrics['loss']:.4f}{held_out}"
+            f"{self._of}epoch {end.epoch}/{self._epochs}  loss {metrics['loss']:.4f}{held_out}"
             f"  test {metrics['test_accuracy']:.2%}  {metrics['images_per_second']:,.0f} images/s"
             f"  {seconds:{'#.2g' if seconds < 1 else '.1f'}} s",
         )

@@ -17,9 +17,11 @@ from qsparse.train.progress import Display, shortest
 def test_the_line_of_an_epoch(seconds, text):
     metrics = {"loss": 0.25, "validation_accuracy": None, "test_accuracy": 0.975, "images_per_second": 54321.0}
     console = Console(file=io.StringIO())
-    with Display(console, 5) as display:
-        display.epoch_end(EpochEnd(2, MLP((784, 10)), {}, [metrics | {"seconds": seconds}]))
-    assert console.file.getvalue() == f"epoch 2/5  loss 0.2500  test 97.50%  54,321 images/s  {text}\n"
+    with Display(console, 5) as display, Display(console, 5, "csr-0.1-ft5") as other:
+        for each in (display, other):
+            each.epoch_end(EpochEnd(2, MLP((784, 10)), {}, [metrics | {"seconds": seconds}]))
+    line = f"epoch 2/5  loss 0.2500  test 97.50%  54,321 images/s  {text}\n"
+    assert console.file.getvalue() == f"{line}csr-0.1-ft5: {line}"
 
 
 def test_the_shortest_spelling_of_a_path(tmp_path, monkeypatch):
