@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import operator
 import warnings
 
 import torch
@@ -110,16 +111,30 @@ def check_indices(name: str, indices: torch.Tensor, size: int) -> None:
         raise ValueError(f"{name}[{at}] is {int(indices[at])}, outside [0, {size})")
 
 
-def check_shape(w_shape, k: int) -> int:
-    """Check the shape of W against the width of x; returns N."""
+def check_sizes(shape) -> tuple[int, int]:
+    """``shape`` as two ints (N, K): TypeError for what are no whole numbers, ValueError for another count or range."""
     try:
-        n, w_k = (int(size) for size in w_shape)
-    except (TypeError, ValueError):
-        raise ValueError(f"shape must be two sizes (N, {k}), got {w_shape!r}") from None
-    if n < 0 or w_k != k:
-        raise ValueError(f"shape must be (N, {k}) to fit x, got {tuple(w_shape)}")
-    if n > _INT32 or k > _INT32:
-        raise ValueError(f"shape {tuple(w_shape)} does not fit int32 indices")
+        sizes = [_whole(size) for size in shape]
+    except TypeError:
+        raise TypeError(f"shape must be two whole numbers (N, K), got {shape!r}") from None
+    if len(sizes) != 2 or min(sizes) < 0:
+        raise ValueError(f"shape must be two sizes (N, K), neither below 0, got {shape!r}")
+    if max(sizes) > _INT32:
+        raise ValueError(f"shape {tuple(sizes)} does not fit int32 indices")
+    return sizes[0], sizes[1]
+
+
+def _whole(size) -> int:
+    if isinstance(size, bool):
+        raise TypeError
+    return operator.index(size)
+
+
+def check_shape(w_shape, k: int) -> int:
+    """Check the shape of W by itself and against the width of x; returns N."""
+    n, w_k = check_sizes(w_shape)
+    if w_k != k:
+        raise ValueError(f"shape must be (N, {k}) to fit x, got {(n, w_k)}")
     return n
 
 

@@ -43,7 +43,7 @@ def spmm_coo(x, values, rows, cols, bias=None, *, shape, relu: bool = False, che
     if torch.compiler.is_compiling():
         return _operator(x, values, rows, cols, bias, list(shape), relu, check, ordered)
     check_tensor("x", x, tuple(C_FLOATS), (None, None))
-    n = _spmm.check_shape(shape, x.shape[1])
+    shape = n, k = _spmm.check_shape(shape, x.shape[1]), x.shape[1]
     check_tensor("values", values, (x.dtype,), (None,))
     nnz = values.numel()
     check_tensor("rows", rows, (torch.int32,), (nnz,))
@@ -53,9 +53,9 @@ def spmm_coo(x, values, rows, cols, bias=None, *, shape, relu: bool = False, che
     check_same_device(x, values=values, rows=rows, cols=cols, bias=bias)
     if check:
         _spmm.check_indices("rows", rows, n)
-        _spmm.check_indices("cols", cols, shape[1])
+        _spmm.check_indices("cols", cols, k)
     if not ordered:
-        values, rows, cols = _spmm.sort_entries(values, rows, cols, shape[1], x.device.type == "cuda")
+        values, rows, cols = _spmm.sort_entries(values, rows, cols, k, x.device.type == "cuda")
     values, rows, cols = row_major(values), row_major(rows), row_major(cols)
     if x.device.type == "cpu":
         return _spmm.cpu(x, torch.sparse_coo, (rows, cols), values, shape, bias, relu)

@@ -73,8 +73,8 @@ def spmm_csr(
         return _operator(x, values, col_indices, row_offsets, bias, list(shape), relu, check, columns, precision)
     check_choice("precision", precision, ("ieee", "highest"))
     check_tensor("x", x, tuple(C_FLOATS), (None, None))
-    n = _spmm.check_shape(shape, x.shape[1])
-    _spmm.check_csr(x, values, col_indices, row_offsets, (n, x.shape[1]), check)
+    shape = n, _ = _spmm.check_shape(shape, x.shape[1]), x.shape[1]
+    _spmm.check_csr(x, values, col_indices, row_offsets, shape, check)
     if bias is not None:
         check_tensor("bias", bias, (x.dtype,), (n,))
     check_same_device(x, bias=bias)
@@ -95,9 +95,10 @@ def spmm_csr(
 def plan(col_indices, row_offsets, *, shape):
     """What ``spmm_csr`` finds out about a pattern, kept for later calls; None where it is of no use (on a CPU).
 
-    Takes tensors as ``spmm_csr`` does, and waits for the GPU. Raises ValueError for a bad index.
+    Takes tensors as ``spmm_csr`` does, and waits for the GPU. Raises TypeError for a wrong dtype or sizes that are no
+    whole numbers, ValueError for a bad index.
     """
-    n, k = (int(size) for size in shape)
+    n, k = _spmm.check_sizes(shape)
     _spmm.check_pattern(col_indices, row_offsets, (n, k), check=True)
     if col_indices.device.type == "cpu" or not _spmm.has_sm80(col_indices.device):
         return None

@@ -87,9 +87,9 @@ class SparseWeights:
     """W (N, K), stored in CSR; what another way needs of it is made when it is first taken, and kept."""
 
     def __init__(self, values: Tensor, col_indices: Tensor, row_offsets: Tensor, shape: tuple[int, int]) -> None:
-        """CSR as `kernels.spmm_csr` takes it, not copied. Raises ValueError for a bad index, naming the entry."""
+        """CSR as `kernels.spmm_csr` takes it, not copied. Raises as `kernels.spmm_csr.plan` does."""
+        self._plan = kernels.spmm_csr.plan(col_indices, row_offsets, shape=shape)
         self.csr, self.shape = (values, col_indices, row_offsets), (int(shape[0]), int(shape[1]))
-        self._plan = kernels.spmm_csr.plan(col_indices, row_offsets, shape=self.shape)
 
     @classmethod
     def from_dense(cls, w: Tensor, mask: Tensor) -> SparseWeights:
