@@ -49,12 +49,14 @@ CONFIGS = (
     Config(64, 64, 1, 8, panels=1),
     Config(64, 64, 1, 6, split=2, panels=1),
     Config(64, 128, 1, 4, split=4, panels=1),
+    Config(256, 128, 2, 3, cn=2, panels=4),
 )
 # Other outputs, and unsigned activations, are compiled for fewer shapes; these serve all sizes well enough.
 FEW = (CONFIGS[0], CONFIGS[8], CONFIGS[9], CONFIGS[10])
 _BYTE = (CONFIGS[0], CONFIGS[8], CONFIGS[10])  # a panel of 8-bit outputs is 128 columns wide
 _DEEP = CONFIGS[3]  # of large products the fastest where K is long (an H200, 10,000 rows by 1,024 and 4,096 columns)
 _LAYER = (CONFIGS[1], _DEEP)  # and these, where one int8 layer of a network feeds another
+_BY_TABLE = (*_LAYER, CONFIGS[-1])  # counting tiles does not lead to these
 _HALVES = (torch.float16, torch.bfloat16)
 
 
@@ -118,7 +120,7 @@ def _by_tiles(m: int, n: int, k: int, out: torch.dtype, built: tuple[Config, ...
     deep = k >= 1024 or (out.itemsize == 1 and k >= 512)
     if deep and _DEEP in built and -(-m // _DEEP.bm) * -(-n // _DEEP.bn) >= 4 * sms:
         return _DEEP
-    whole = tuple(c for c in built if c.split == 1 and c not in _LAYER)
+    whole = tuple(c for c in built if c.split == 1 and c not in _BY_TABLE)
     config = float_configs.biggest(whole, m, n, sms)
     tiles = -(-m // config.bm) * -(-n // config.bn)
     divided = [c for c in built if c.split > 1 and c.split * 2 * _STEP <= k and tiles * c.split <= 2 * sms]
