@@ -65,6 +65,16 @@ def test_cases_3_and_24b_exact_for_every_k(device, integers, assert_same_bits):
             assert_same_bits(kernels.gemm_int8(x, w, out_dtype=out_dtype), exact(x, w, out_dtype))
 
 
+def test_random_shapes_up_to_700(device, integers, assert_same_bits):
+    """Aligned or not. float64 holds these sums exactly."""
+    random = np.random.default_rng(4)
+    for _ in range(12):
+        m, n, k = (int(size) for size in random.integers(1, 701, 3))
+        x, w = integers(-128, 128, m, k, device=device), integers(-128, 128, n, k, device=device)
+        expected = (x.cpu().double() @ w.cpu().double().t()).to(torch.int32)
+        assert_same_bits(kernels.gemm_int8(x, w, out_dtype=torch.int32), expected)
+
+
 def test_exact_beyond_int32(device, integers, assert_same_bits):
     for k in (INT32_LAST, INT32_LAST + 1, 133_144, 133_145, 140_000):
         x, w = integers(-128, 128, 5, k, device=device), integers(-128, 128, 10, k, device=device)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 import torch
 
@@ -67,6 +68,17 @@ def test_views(device, normal, weights, assert_same_bits):
         if view.shape[1] < 64:
             parts = view, w[::2, : view.shape[1]], *parts[2:]
         assert_same_bits(kernels.linear_int8(*parts), expected(*parts))
+
+
+def test_sums_beyond_int32(device, assert_same_bits):
+    """All of x and w at their largest, where sums of 127 * 127 just fit 32 bits, and where they do not."""
+    for k in (133_144, 133_145, 140_000):
+        x, w = torch.full((3, k), 12.7, device=device), torch.full((5, k), 127, dtype=torch.int8, device=device)
+        scale = torch.full((5,), 0.5, device=device)
+        q, scale_x = kernels.quantize_rows(x)
+        assert (q == 127).all()
+        expected = np.float32(127 * 127 * k) * scale_x.cpu().numpy()[:, None] * np.float32(0.5)
+        assert_same_bits(kernels.linear_int8(x, w, scale), np.broadcast_to(expected, (3, 5)).copy())
 
 
 def test_refuses_what_does_not_fit(device, normal, weights):

@@ -187,6 +187,39 @@ def test_gradients_are_those_of_finite_differences(hidden):
         np.testing.assert_allclose(second.numpy(), want, rtol=0, atol=2e-6)
 
 
+@functools.cache
+def exact_gradients(hidden: tuple[int, ...]) -> list[np.ndarray]:
+    """Of the mean loss of five digits, by each parameter."""
+    parameters = [parameter.detach().double().numpy() for parameter in MLP((784, *hidden, 10), seed=2).parameters()]
+    train = fewer(5).train
+    pixels = (train.images.double() / 255 - data.MEAN) / data.STD
+    return finite_differences(parameters, pixels.numpy(), train.labels.numpy())
+
+
+EVERY_STEP = [
+    *((backend, "step") for backend in ("torch", *WRITTEN_OUT)),
+    *(pytest.param("cuda", way, marks=pytest.mark.gpu) for way in ("step", "epoch")),
+]
+
+
+@pytest.mark.parametrize("hidden", [(), (6,), (8, 7, 6)])
+@pytest.mark.parametrize(("backend", "way"), EVERY_STEP)
+def test_a_step_of_every_backend_is_along_the_gradient_of_finite_differences(backend, way, hidden):
+    """With a learning rate of 1 and nothing else, a step takes from each parameter its gradient."""
+    device = "cuda" if backend == "cuda" else "cpu"
+    model, train = MLP((784, *hidden, 10), seed=2).to(device), fewer(5).train.to(device)
+    before = [parameter.detach().cpu().double() for parameter in model.parameters()]
+    taker = backends.make(model, TrainConfig(hidden=hidden, batch_size=5, backend=backend), {}, {})
+    if way == "step":
+        taker.step(train.images, train.labels, 1.0)
+    else:
+        taker.epoch(train, 0, [1.0])
+    for start, parameter, exact in zip(before, model.parameters(), exact_gradients(hidden), strict=True):
+        taken = (start - parameter.detach().cpu().double()).numpy()
+        assert np.linalg.norm(exact) > 1e-3
+        assert np.linalg.norm(taken - exact) < 2e-4 * np.linalg.norm(exact)
+
+
 @pytest.mark.parametrize("hidden", [(16,), (20, 30)])
 @pytest.mark.parametrize("backend", [*WRITTEN_OUT, ON_A_GPU])
 def test_going_on_from_an_epoch_gives_the_same_bits(backend, hidden):
