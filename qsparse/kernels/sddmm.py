@@ -58,7 +58,7 @@ def sddmm(dy, x, col_indices, row_offsets, *, check: bool = True, plan=None):
         return dy.new_zeros(col_indices.numel())
     if dy.device.type == "cpu":
         return _cpu(dy, x, col_indices.long(), row_offsets)
-    if torch.cuda.get_device_capability(dy.device) >= (8, 0):
+    if _spmm.has_sm80(dy.device):
         return _sddmm_sm80.sddmm(dy, x, col_indices, row_offsets, plan).to(dy.dtype)
     return _simt(dy, x, col_indices.int(), row_offsets).to(dy.dtype)
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+from collections.abc import Callable, Iterator
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -10,6 +12,8 @@ import scipy.sparse
 import torch
 
 from qsparse import kernels, nn, sparse
+from qsparse.kernels import _spmm
+from qsparse.kernels._load import launched, tier_of
 
 NAN = float("nan")
 Parts = tuple[torch.Tensor, torch.Tensor, torch.Tensor]  # values, col_indices, row_offsets
@@ -65,6 +69,22 @@ def by_bitmap(x, w: Parts, shape: Shape):
     return kernels.spmm_bitmap(x, *sparse.csr_to_bitmap_tiles(*w, shape), shape=shape)
 
 
+@contextlib.contextmanager
+def as_on_any_card() -> Iterator[None]:
+    """Inside, the kernels of cards before 8.0 are taken, which no newer card would take by itself."""
+    with mock.patch.object(_spmm, "has_sm80", return_value=False), launched() as seen:
+        yield
+    assert {tier_of(name.partition(":")[0]) for name in seen} <= {"simt"}
+
+
+def on_any_card(way: Callable) -> Callable:
+    def run(x, w: Parts, shape: Shape):
+        with as_on_any_card():
+            return way(x, w, shape)
+
+    return run
+
+
 LEAVE_OUT: dict[str, Callable] = {  # what is not stored contributes nothing
     "csr": by_csr,
     "csr, plan": by_csr_with_a_plan,
@@ -72,12 +92,32 @@ LEAVE_OUT: dict[str, Callable] = {  # what is not stored contributes nothing
     "coo": by_coo,
     "transposed": by_transposed,
 }
-WAYS = {**LEAVE_OUT, "bitmap": by_bitmap}  # which multiplies zeros, and says so
+ON_ANY_CARD = {
+    "csr, simt": on_any_card(by_csr_with_a_plan),
+    "coo, simt": on_any_card(by_coo),
+    "transposed, simt": on_any_card(by_transposed),
+}
+WAYS = {**LEAVE_OUT, **ON_ANY_CARD, "bitmap": by_bitmap}  # which multiplies zeros, and says so
+LEAVING_OUT = [
+    *(("cpu", name) for name in LEAVE_OUT),
+    *(pytest.param(("cuda", name), marks=pytest.mark.gpu) for name in (*LEAVE_OUT, *ON_ANY_CARD)),
+]
 
 
-@pytest.fixture(params=WAYS)
-def multiply(request) -> Callable:
-    return WAYS[request.param]
+@pytest.fixture(params=[*LEAVING_OUT, ("cpu", "bitmap"), pytest.param(("cuda", "bitmap"), marks=pytest.mark.gpu)])
+def place(request) -> tuple[str, str]:
+    """The device, and the way to multiply there."""
+    return request.param
+
+
+@pytest.fixture
+def device(place) -> torch.device:
+    return torch.device(place[0], 0 if place[0] == "cuda" else None)
+
+
+@pytest.fixture
+def multiply(place) -> Callable:
+    return WAYS[place[1]]
 
 
 @pytest.fixture
@@ -161,7 +201,7 @@ def test_what_can_be_stored(device, case, check):
         check(w, dtype, device)
 
 
-@pytest.mark.parametrize("multiply", LEAVE_OUT, indirect=True)
+@pytest.mark.parametrize("place", LEAVING_OUT, indirect=True, ids=str)
 def test_nan_of_x_meets_what_is_stored_and_nothing_else(device, multiply, normal):
     w = random_csr(60, 50, 0.2, 9)
     touched = torch.from_numpy(w.toarray()[:, 5] != 0)
@@ -175,14 +215,21 @@ def test_nan_of_x_meets_what_is_stored_and_nothing_else(device, multiply, normal
         assert y[[row for row in range(m) if row != 1]].isfinite().all()
 
 
+@pytest.mark.parametrize(
+    "place",
+    [("cpu", ""), *(pytest.param(("cuda", tier), marks=pytest.mark.gpu) for tier in ("", "simt"))],
+    indirect=True,
+    ids=str,
+)
 @pytest.mark.parametrize("case", CASES)
-def test_the_gradient_of_what_is_stored(device, case, normal, assert_close, to_numpy):
+def test_the_gradient_of_what_is_stored(device, place, case, normal, assert_close, to_numpy):
     w = scipy.sparse.csr_array(CASES[case]())
     n, k = w.shape
     rows = np.repeat(np.arange(n), np.diff(w.indptr))
     for m, dtype in ((0, torch.float32), (9, torch.float32), (70, torch.float16)):
         dy, x = normal(m, n, dtype=dtype, device=device), normal(m, k, dtype=dtype, device=device)
-        gradient = kernels.sddmm(dy, x, *parts(w, dtype, device)[1:])
+        with as_on_any_card() if place[1] == "simt" else contextlib.nullcontext():
+            gradient = kernels.sddmm(dy, x, *parts(w, dtype, device)[1:])
         dense_dy, dense_x = to_numpy(dy), to_numpy(x)
         assert_close(gradient, np.einsum("me,me->e", dense_dy[:, rows], dense_x[:, w.indices]))
 
