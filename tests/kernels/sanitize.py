@@ -8,8 +8,10 @@ Not a test by itself (pytest does not collect it): the sanitizer watches, and wh
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import sys
+from unittest import mock
 
 import torch
 
@@ -22,6 +24,12 @@ from qsparse.kernels import (
     _mlp_int8_row_sm90,
     _mlp_int8_rows_sm90,
     _mlp_int8_sm90,
+    _sddmm_sm80,
+    _spmm,
+    _spmm_expand_sm90,
+    _spmm_groups_sm90,
+    _spmm_slab_sm90,
+    _spmm_sm80,
 )
 from qsparse.sparse import compress_24
 from qsparse.sparse.bitmap_tiles import to_bitmap_tiles
@@ -71,6 +79,9 @@ def quantized() -> None:
                     kernels.gemm_int8(q, q_w, scale, scale_w, normal(n), relu=True, tier=tier, **options, **correction)
                 kernels.gemm_int8(q, q_w, out_dtype=torch.int32, tier=tier)
             kernels.gemm_int8(q, q_w, out_dtype=torch.int64)
+    for m, n, k in ((72, 136, 208), (5, 7, 9)):
+        x, w = (normal(rows, k).to(torch.float8_e4m3fn) for rows in (m, n))
+        kernels.gemm_fp8(x, w, normal(m), normal(n), normal(n), relu=True)
 
 
 def weight_only() -> None:
@@ -106,19 +117,59 @@ def networks() -> None:
         kernels.linear_int8(x, weights[0][:10], scales[0][:10], biases[0][:10])
 
 
+def random_csr(n: int, k: int, dtype=torch.float32) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    rows, cols = (torch.rand(n, k, device=DEVICE) < 0.2).nonzero().unbind(1)
+    offsets = torch.searchsorted(rows, torch.arange(n + 1, device=DEVICE))
+    return normal(len(rows), dtype=dtype), cols.int(), offsets.int()
+
+
 def sparse() -> None:
-    w = normal(37, 50) * (torch.rand(37, 50, device=DEVICE) < 0.2)
-    csr = w.to_sparse_csr()
-    arrays = csr.values(), csr.col_indices().int(), csr.crow_indices().int()
-    rows, cols = w.nonzero().int().unbind(1)
-    for m in (1, 9, 40):
-        kernels.spmm_csr(normal(m, 50), *arrays, normal(37), shape=w.shape, relu=True)
-        kernels.spmm_coo(normal(m, 50), arrays[0], rows, cols, normal(37), shape=w.shape)
+    arrays = random_csr(37, 50)
+    rows = torch.repeat_interleave(torch.arange(37, dtype=torch.int32, device=DEVICE), arrays[2].diff())
+    for m, any_card in itertools.product((1, 9, 40), (False, True)):
+        x, dy, bias = normal(m, 50), normal(m, 37), normal(37)
+        with mock.patch.object(_spmm, "has_sm80", return_value=False) if any_card else contextlib.nullcontext():
+            kernels.spmm_csr(x, *arrays, bias, shape=(37, 50), relu=True)
+            kernels.spmm_coo(x, arrays[0], rows, arrays[1], bias, shape=(37, 50))
+            kernels.sddmm(dy, x, *arrays[1:])
     for n, k in ((37, 50), (300, 1000)):
         w = normal(n, k, dtype=torch.float16)
         tiles = to_bitmap_tiles(w, w > 0.5)
         for m, tier in itertools.product((1, 9, 20, 64), {"simt", kernels.spmm_bitmap.tier(DEVICE)}):
             kernels.spmm_bitmap(normal(m, k, dtype=torch.float16), *tiles, shape=(n, k), relu=True, tier=tier)
+
+
+def large_sparse() -> None:
+    """The kernels for large batches, by name: at these shapes the faces would take others."""
+    if not _spmm.has_sm80(DEVICE):
+        return
+    n, m = 90, 70
+    for dtype, k in itertools.product((torch.float32, torch.float16), (301, 1101)):
+        arrays = random_csr(n, k, dtype)
+        values, cols, offsets = arrays
+        x, dy, bias = normal(m, k, dtype=dtype), normal(m, n, dtype=dtype), normal(n, dtype=dtype)
+        y, plan = torch.empty((m, n), dtype=dtype, device=DEVICE), kernels.spmm_csr.plan(cols, offsets, shape=(n, k))
+        for tile in _spmm_sm80.tiles(dtype.itemsize, _spmm_sm80.shared_budget(0)):
+            _spmm_sm80.run_tile(tile, 40, x, *arrays, bias, y, True, plan)
+        _sddmm_sm80.run_tiles(50, dy, x, cols, offsets, plan)
+        for slices in (1, 8):
+            choice = _sddmm_sm80.Slabs(37, slices, 1)
+            if choice.shared(k) <= _spmm_sm80.shared_budget(0) and (slices == 1 or k >= slices * 128):
+                _sddmm_sm80.run_slabs(choice, dy, x, cols, offsets, plan)
+        if kernels.spmm_csr.tier(DEVICE) != "sm90":
+            continue
+        for v, split in itertools.product((1, 2) if dtype == torch.float32 else (2,), (1, 2, 8)):
+            choice = _spmm_slab_sm90.Choice(v, 34, split)
+            whole = split == 1 or k >= split * _spmm_slab_sm90.PLAN_WIDTH
+            if choice.shared(k, dtype.itemsize) <= _spmm_slab_sm90.SHARED and whole:
+                _spmm_sm80.run_slab(choice, x, *arrays, bias, y, True, plan)
+        _spmm_expand_sm90.spmm(x, *arrays, bias, n, True)
+    if kernels.spmm_csr.tier(DEVICE) == "sm90":
+        values, cols, offsets = random_csr(401, 1001)
+        x, y, bias = normal(333, 1001), normal(333, 401), normal(401)
+        plan = _spmm_groups_sm90.Plan(cols, offsets, (401, 1001))
+        for tile, split in itertools.product(_spmm_groups_sm90.TILES, (1, 2, 8)):
+            _spmm_groups_sm90.run(_spmm_groups_sm90.Choice(tile, 1, split), x, values, bias, y, True, plan)
 
 
 def two_of_four() -> None:
@@ -141,16 +192,21 @@ def training() -> None:
     parameter = normal(1000)
     kernels.sgd(parameter, normal(1000), normal(1000), lr=0.1, momentum=0.9, mask=parameter > 0)
     images, order = torch.randint(0, 256, (70, 784), dtype=torch.uint8, device=DEVICE), torch.arange(70, device=DEVICE)
-    for sizes, batch in (((784, 64, 10), 64), ((784, 16, 3), 1), ((784, 9, 8, 1), 1)):
+    shapes = (784, 64, 10), (784, 16, 3), (784, 9, 8, 1), (784, 300, 10)
+    for sizes, batch in zip(shapes, (64, 1, 1, 64), strict=True):
         count = sum(n * (k + 1) for k, n in itertools.pairwise(sizes))
         rates = torch.full((-(-len(order) // batch),), 0.1, device=DEVICE)
         for mask in (None, torch.ones(count, dtype=torch.bool, device=DEVICE)):  # a mask is not for sm90
             given = images, order % sizes[-1], order, rates, 0.1 * normal(count), normal(count), mask
             for precision in ("highest", "high"):
                 kernels.train_mlp(*given, sizes=sizes, batch=batch, momentum=0.9, precision=precision)
+                kernels.train_mlp(*given[:5], None, mask, sizes=sizes, batch=batch, precision=precision)
 
 
-PARTS = {part.__name__: part for part in (dense, quantized, weight_only, networks, sparse, two_of_four, training)}
+PARTS = {
+    part.__name__: part
+    for part in (dense, quantized, weight_only, networks, sparse, large_sparse, two_of_four, training)
+}
 
 
 def main() -> int:
