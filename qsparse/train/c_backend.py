@@ -7,6 +7,7 @@ import functools
 import hashlib
 import os
 import platform
+import shlex
 import shutil
 import subprocess
 import tempfile
@@ -26,16 +27,24 @@ SOURCE = Path(__file__).with_name("mlp.c")
 FLAGS = ("-std=c99", "-O3", "-march=native", "-fopenmp-simd", "-ffp-contract=fast", "-fPIC", "-shared")
 
 
-def compiler() -> str:
-    """Return the C compiler: $CC, else the first of cc, gcc and clang. Raises UserError, naming a package, without."""
-    names = [os.environ["CC"]] if os.environ.get("CC") else ["cc", "gcc", "clang"]
+def compiler() -> list[str]:
+    """Return the C compiler's command: $CC with its options, else the first of cc, gcc and clang.
+
+    Raises UserError, naming a package, where there is none.
+    """
+    given = os.environ.get("CC", "")
+    try:
+        own = shlex.split(given)
+    except ValueError as error:
+        raise UserError(f"CC is {given!r}, which is no command: {error}") from None
+    names = own[:1] or ["cc", "gcc", "clang"]
     found = next((path for name in names if (path := shutil.which(name))), None)
     if found is None:
         raise UserError(
             f"--backend c needs a C compiler, and there is no {' or '.join(names)} on the path: install one (package "
             "gcc: `apt install gcc libc6-dev` or `dnf install gcc`), or take --backend numpy"
         )
-    return found
+    return [found, *own[1:]]
 
 
 def library_path() -> Path:
@@ -66,12 +75,13 @@ def _compile(path: Path) -> None:
             f"--backend c cannot be compiled into {path.parent}: {error.strerror}; QSPARSE_CACHE can name another place"
         ) from error
     try:
-        done = subprocess.run(
-            [command, *FLAGS, str(SOURCE), "-o", temporary, "-lm"], capture_output=True, text=True, check=False
-        )
+        whole = [*command, *FLAGS, str(SOURCE), "-o", temporary, "-lm"]
+        done = subprocess.run(whole, capture_output=True, text=True, errors="replace", check=False)
         if done.returncode:
-            raise UserError(f"{command} cannot compile --backend c: {done.stderr.strip() or done.returncode}")
+            raise UserError(f"{command[0]} cannot compile --backend c: {done.stderr.strip() or done.returncode}")
         os.replace(temporary, path)
+    except OSError as error:
+        raise UserError(f"{command[0]} cannot compile --backend c: {error.strerror}") from error
     finally:
         Path(temporary).unlink(missing_ok=True)
 
@@ -89,9 +99,16 @@ def _load(path: Path) -> ctypes.CDLL:
     try:
         library = ctypes.CDLL(str(path))
     except OSError:
-        path.unlink()
+        path.unlink(missing_ok=True)
         _compile(path)
-        library = ctypes.CDLL(str(path))
+        try:
+            library = ctypes.CDLL(str(path))
+        except OSError as error:
+            path.unlink(missing_ok=True)
+            raise UserError(
+                f"--backend c was compiled by {compiler()[0]} and cannot be loaded: {error}; CC can name another "
+                "compiler, QSPARSE_CACHE another place"
+            ) from error
     pointers, count, real = ctypes.c_void_p, ctypes.c_int, ctypes.c_float
     library.qsparse_gradients.restype = ctypes.c_double
     library.qsparse_gradients.argtypes = [count, *[pointers] * 5, count, pointers, pointers]

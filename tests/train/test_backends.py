@@ -315,6 +315,26 @@ class TestCompiling:
             c_backend.load()
         assert list(c_backend.library_path().parent.iterdir()) == []
 
+    @pytest.mark.parametrize("content", ["no program", "#!/bin/sh\n"])
+    def test_a_compiler_that_is_none_is_named(self, tmp_path, monkeypatch, content):
+        """It cannot be run, or says that it is done and has written no library."""
+        broken = tmp_path / "broken-cc"
+        broken.write_text(content)
+        broken.chmod(0o755)
+        monkeypatch.setenv("CC", str(broken))
+        with pytest.raises(UserError, match=r"broken-cc (cannot compile --backend c: |and cannot be loaded: )"):
+            c_backend.load()
+        assert list(c_backend.library_path().parent.iterdir()) == []
+
+    def test_the_compiler_may_have_options(self, monkeypatch):
+        monkeypatch.setenv("CC", f"{c_backend.compiler()[0]} -g0 '-DA NAME=1'")
+        assert c_backend.compiler()[1:] == ["-g0", "-DA NAME=1"]
+        monkeypatch.setenv("CC", f"{c_backend.compiler()[0]} -g0")
+        c_backend.load()
+        monkeypatch.setenv("CC", "gcc '-O2")
+        with pytest.raises(UserError, match=r"""CC is "gcc '-O2", which is no command: No closing quotation"""):
+            c_backend.compiler()
+
     def test_a_cache_that_cannot_be_written_is_named(self, tmp_path, monkeypatch):
         (tmp_path / "file").touch()
         monkeypatch.setenv("QSPARSE_CACHE", str(tmp_path / "file"))
