@@ -124,6 +124,20 @@ def test_hidden_layers_are_named_one_by_one_or_with_commas(hidden):
     assert qsparse.load("runs/1").sizes == (784, 12, 8, 10)
 
 
+@pytest.mark.parametrize(
+    ("line", "said"),
+    [
+        (("train", "--out", ""), "--out is empty"),
+        (("train", "--out="), "--out is empty"),
+        (("sweep", "sweep.toml", "--out", ""), "--out is empty"),
+        (("bench", "gemm", "--out", ""), "--out is empty"),
+        (("quantize", "", "--dtype", "int8"), "an argument is empty"),
+    ],
+)
+def test_a_variable_without_a_value_is_not_the_current_directory(line, said):
+    assert f"{said}: give it a value, or leave it out" in refused(*line)
+
+
 @pytest.mark.parametrize("hidden", ["12,", "12;8", "a", "", "-5", "1.5", "²", "12,0"])
 def test_what_is_no_width_is_refused(hidden):
     said = refused(*TRAIN, "--hidden", hidden)
