@@ -12,8 +12,8 @@
 //                          blocks read an operand than with tiles small enough for one. See common/grid_products_sm90.cuh.
 //   the head at once       all blocks that need them compute the logits of their 16 images for themselves, and take the
 //                          gradient back to their share of the last hidden layer.
-//   nothing waits idly     what a phase reads that no other block still writes, one operand's first slices, the head's
-//                          weights, the images of the next step, is on its way before the barrier in front of the phase.
+//   nothing waits idly     the head's weights and the images of the next step are on their way before the barriers
+//                          behind which they are needed.
 // Everything is summed in a fixed order: two runs give the same bits.
 
 #include "common/grid_head_sm90.cuh"
@@ -66,6 +66,12 @@ struct Gather {
             *reinterpret_cast<uint4*>(to.data + of * to.part + static_cast<long long>(row) * to.ld + chunk * 8) = {
                 halves[0][of], halves[1][of], halves[2][of], halves[3][of]};
     }
+};
+
+// Who takes which images' head in a batch of `count`, and of the layer below it which share of its columns, 16 to a unit.
+struct Plan {
+    int count, heads, group, part, begin, end;
+    bool working;
 };
 
 template <int PARTS, bool MOMENTUM, typename T = __half>
@@ -164,40 +170,23 @@ train_mlp_grid_sm90(const unsigned char* __restrict__ images, const long long* _
     const int own_row = thread / first_images.chunks, own_chunk = thread % first_images.chunks;
     grid_barrier(arrived, target);
 
-    // What the coming phase reads and others do not write before it, ahead of the barrier.
-    const auto first_layer_ahead = [&](int step) {
-        const int count = min(batch, rows - step * batch), width = line(layers[0].outputs);
-        if (count <= 0 || !has_tile(count, width)) return;
-        const Wide tile = share_of(blockIdx.x / CLUSTER, width, layers[0].inputs);
-        fetch_ahead<true, Wide::BM>(tile, input_of(layers[0], step % 2), tile.m0, count, 0, shared);
-    };
-    const auto forward_ahead = [&](int i, int count) {
-        const int width = line(layers[i].outputs);
-        if (!has_tile(count, width)) return;
-        const Wide tile = share_of(blockIdx.x / CLUSTER, width, layers[i].inputs);
-        fetch_ahead<true, Wide::BN>(tile, copy_of(layers[i]), tile.n0, width, Wide::X_BYTES, shared);
-    };
-    const auto backward_ahead = [&](int i, int count) {
-        const int width = line(layers[i].inputs);
-        if (!has_tile(count, width)) return;
-        const Wide tile = share_of(blockIdx.x / CLUSTER, width, layers[i].outputs);
-        fetch_ahead<false, Wide::BN>(tile, copy_of(layers[i]), tile.n0, width, Wide::X_BYTES, shared);
-    };
-    const auto update_ahead = [&](int step, int count) {
-        if (!owner) return;
-        block.count = (count + BK - 1) / BK, block.end = count;
-        fetch_ahead<false, C::BN>(block, input_of(layers[own], step % 2), block.n0, line(inputs), C::X_BYTES, shared);
-    };
-    first_layer_ahead(0);
-
     // The image of a batch whose chunk this thread gathers, and the one whose head it takes.
     const auto own_image_of = [&](int step) {
         return gather_of(static_cast<long long>(step) * batch, min(batch, rows - step * batch)).image(own_row);
     };
+    const auto plan_of = [&](int count) {
+        const int heads = (count + GROUP - 1) / GROUP, shares = gridDim.x / heads;
+        const int group = blockIdx.x % heads, part = blockIdx.x / heads;
+        const int units = (line(layers[depth - 1].inputs) + 15) / 16, each = (units + shares - 1) / shares;
+        return Plan{count, heads, group, part, part * each, min(units, (part + 1) * each), part < shares};
+    };
+    Plan plan = plan_of(min(batch, rows));
     const auto head_image_of = [&](int step) {
-        const int count = min(batch, rows - step * batch), heads = (count + GROUP - 1) / GROUP;
-        const int m = heads > 0 ? blockIdx.x % heads * GROUP + threadIdx.x / 8 : 0;
-        return threadIdx.x < GROUP * 8 && m < count ? order[static_cast<long long>(step) * batch + m] : -1;
+        const int count = min(batch, rows - step * batch);
+        if (threadIdx.x >= GROUP * 8 || count <= 0) return -1LL;
+        const int group = count == plan.count ? plan.group : blockIdx.x % ((count + GROUP - 1) / GROUP);
+        const int m = group * GROUP + threadIdx.x / 8;
+        return m < count ? order[static_cast<long long>(step) * batch + m] : -1LL;
     };
     long long own_image = own_image_of(1), head_image = head_image_of(0);
 
@@ -206,12 +195,7 @@ train_mlp_grid_sm90(const unsigned char* __restrict__ images, const long long* _
         const int count = min(batch, rows - step * batch);
         const float rate = rates[step], mean = 1.0f / (D_SCALE * static_cast<float>(count));
 
-        // Who takes which images' head, and of the layer below it which share of its columns, 16 to a unit.
-        const int heads = (count + GROUP - 1) / GROUP, shares = gridDim.x / heads;
-        const bool working = blockIdx.x < heads * shares;
-        const int head_group = blockIdx.x % heads, head_part = blockIdx.x / heads;
-        const int units = (line(layers[depth - 1].inputs) + 15) / 16, each = (units + shares - 1) / shares;
-        const int begin = head_part * each, end = min(units, begin + each);
+        if (count != plan.count) plan = plan_of(count);
         // Images and labels are loaded long before they are needed, and which ones they are a step before that.
         const Gather next = gather_of(first + batch, max(0, min(batch, rows - (step + 1) * batch)));
         long long label = head_image >= 0 ? labels[head_image] : 0;
@@ -225,8 +209,8 @@ train_mlp_grid_sm90(const unsigned char* __restrict__ images, const long long* _
             const int width = layers[i].outputs;
             const float* const bias = params + layers[i].params + layers[i].inputs * layers[i].outputs;
             product<PARTS, T, true, false>(
-                input_of(layers[i], step % 2), copy_of(layers[i]), count, line(width), layers[i].inputs, i == 0 ? X : W,
-                shared, exchange, nullptr,
+                input_of(layers[i], step % 2), copy_of(layers[i]), count, line(width), layers[i].inputs, shared,
+                exchange, nullptr,
                 [&](int, int n) {
                     return float2{n < width ? __ldcg(bias + n) : 0.0f, n + 1 < width ? __ldcg(bias + n + 1) : 0.0f};
                 },
@@ -235,32 +219,30 @@ train_mlp_grid_sm90(const unsigned char* __restrict__ images, const long long* _
                                n + 1 < width ? relu_of(fmaf(b, 1.0f / W_SCALE, bias.y)) : 0.0f);
                     return float2{};
                 });
-            if (i < depth - 2) forward_ahead(i + 1, count);
-            else if (working) fetch_head<PARTS>(copy_of(layers[depth - 1]), layers[depth - 1].outputs, head_weights);
+            if (i == depth - 2 && plan.working)
+                fetch_head<PARTS>(copy_of(layers[depth - 1]), layers[depth - 1].outputs, head_weights);
             grid_arrive(arrived, target);
             if (i == depth - 2) next.store<PARTS, T>(input_of(layers[0], (step + 1) % 2), own_row, own_chunk, raw);
             grid_wait(arrived, target);
         }
 
         const Layer& last = layers[depth - 1];
-        if (working)
+        if (plan.working)
             head<PARTS, T>(input_of(last, 0), gradient_of(last), gradient_of(layers[depth - 2]), sums_of(last),
                            sums_of(layers[depth - 2]), params + last.params + last.inputs * last.outputs, label,
-                           losses + first, head_group * GROUP, count, last.outputs, head_part, begin, end, shared,
-                           head_weights);
+                           losses + first, plan.group * GROUP, count, last.outputs, plan.part, plan.begin, plan.end,
+                           shared, head_weights);
         for (int i = thread + threads; i < next.count * next.chunks; i += threads) {
             const int row = i / next.chunks, chunk = i % next.chunks;
             next.store<PARTS, T>(input_of(layers[0], (step + 1) % 2), row, chunk, next.load(next.image(row), chunk));
         }
-        if (depth > 2) backward_ahead(depth - 2, count);
-        else update_ahead(step, count);
         grid_barrier(arrived, target);
 
         for (int i = depth - 2; i > 0; --i) {
             const Halves to = gradient_of(layers[i - 1]), y = input_of(layers[i], 0);
             const int width = layers[i].inputs;
             product<PARTS, T, false, true>(
-                gradient_of(layers[i]), copy_of(layers[i]), count, line(width), layers[i].outputs, W, shared,
+                gradient_of(layers[i]), copy_of(layers[i]), count, line(width), layers[i].outputs, shared,
                 exchange, sums_of(layers[i - 1]),
                 [&](long long m, int n) { return __ldcg(reinterpret_cast<const unsigned*>(y.data + m * y.ld + n)); },
                 [&](int m, int n, float a, float b, unsigned outputs) {
@@ -270,8 +252,6 @@ train_mlp_grid_sm90(const unsigned char* __restrict__ images, const long long* _
                     put<PARTS, T>(to, m, n, v.x, v.y);
                     return v;
                 });
-            if (i > 1) backward_ahead(i - 1, count);
-            else update_ahead(step, count);
             grid_barrier(arrived, target);
         }
 
@@ -280,7 +260,7 @@ train_mlp_grid_sm90(const unsigned char* __restrict__ images, const long long* _
             const bool with_bias = block.n0 == 0;
             const int n = block.m0 + threadIdx.x % C::BM, half = threadIdx.x / C::BM;
             const auto sum_at = [&](int group) {
-                const bool inside = with_bias && n < outputs && group < heads;
+                const bool inside = with_bias && n < outputs && group < plan.heads;
                 return inside ? __ldcg(sums_of(layers[own]) + static_cast<long long>(group) * line(outputs) + n) : 0.0f;
             };
             constexpr int AHEAD = 8;
@@ -293,8 +273,9 @@ train_mlp_grid_sm90(const unsigned char* __restrict__ images, const long long* _
             float bias_speed = MOMENTUM && moves_bias ? velocities[bias_at] : 0.0f;
 
             float acc[1][C::SUMS];
+            block.count = (count + BK - 1) / BK, block.end = count;
             multiply_all<PARTS, T, false, false>(acc, block, gradient_of(layers[own]), input_of(layers[own], step % 2),
-                                                 outputs, line(inputs), W, shared);
+                                                 outputs, line(inputs), shared);
             const auto moved = [&](float w, float& velocity, float gradient) {
                 float move = fmaf(weight_decay, w, gradient * mean);
                 if constexpr (MOMENTUM) velocity = move = fmaf(momentum, velocity, move);
@@ -320,7 +301,7 @@ train_mlp_grid_sm90(const unsigned char* __restrict__ images, const long long* _
                 float total = 0.0f;
 #pragma unroll
                 for (int i = 0; i < AHEAD; ++i) total += ahead[i];
-                for (int group = half + 2 * AHEAD; group < heads; group += 2) total += sum_at(group);
+                for (int group = half + 2 * AHEAD; group < plan.heads; group += 2) total += sum_at(group);
                 totals[threadIdx.x] = total;
             }
             __syncthreads();
@@ -340,8 +321,6 @@ train_mlp_grid_sm90(const unsigned char* __restrict__ images, const long long* _
                 if constexpr (MOMENTUM) velocities[bias_at] = bias_speed;
             }
         }
-        __syncthreads();  // what left is read
-        first_layer_ahead(step + 1);
         grid_barrier(arrived, target);
     }
     if (owner) {

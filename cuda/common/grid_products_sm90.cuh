@@ -65,31 +65,16 @@ template <bool K_MAJOR, int ROWS> struct Loader {
             copy_async(stage + to + i * STEP * 128, from + line * stride + p * panel,
                        line * STEP < lines && p * 64 < inner);
         }
-        next(1);
-    }
-
-    __device__ __forceinline__ void next(int slices) {
-        from += slices * advance;
-        (K_MAJOR ? inner : lines) -= slices * BK;
+        from += advance;
+        (K_MAJOR ? inner : lines) -= BK;
     }
 };
-
-// The first slices of one operand, started before the barrier behind which the other one is: see multiply_all.
-template <bool K_MAJOR, int ROWS, typename C>
-__device__ __forceinline__ void fetch_ahead(const C& tile, Halves a, int row, int rows, int offset, char* stages) {
-    Loader<K_MAJOR, ROWS> loader(a.data, a.ld, row, rows, tile.begin * BK, tile.end);
-#pragma unroll
-    for (int s = 0; s < C::AHEAD; ++s) loader.copy(shared_address(stages) + s * C::STAGE_BYTES + offset);
-    copy_commit();
-}
-
-enum Ahead { NONE, X, W };  // which operand's first slices are already on their way
 
 // acc += x · wᵀ of one tile over the block's slices of K. X_K / W_K false: that operand lies transposed in memory, (K, M)
 // or (K, N).
 template <typename T, bool X_K, bool W_K, typename C>
 __device__ __forceinline__ void multiply(float (&acc)[1][C::SUMS], const C& tile, const Half* x, long long ldx,
-                                         const Half* w, long long ldw, int M, int N, Ahead ahead, char* stages) {
+                                         const Half* w, long long ldw, int M, int N, char* stages) {
     Loader<X_K, C::BM> x_loader(x, ldx, tile.m0, M, tile.begin * BK, tile.end);
     Loader<W_K, C::BN> w_loader(w, ldw, tile.n0, N, tile.begin * BK, tile.end);
     const unsigned first = shared_address(stages);
@@ -100,13 +85,7 @@ __device__ __forceinline__ void multiply(float (&acc)[1][C::SUMS], const C& tile
         copy_commit();
     };
 #pragma unroll
-    for (int s = 0; s < C::AHEAD; ++s) {
-        if (ahead != X) x_loader.copy(first + s * C::STAGE_BYTES);
-        if (ahead != W) w_loader.copy(first + s * C::STAGE_BYTES + C::X_BYTES);
-        copy_commit();
-    }
-    if (ahead == X) x_loader.next(C::AHEAD);
-    if (ahead == W) w_loader.next(C::AHEAD);
+    for (int s = 0; s < C::AHEAD; ++s) copy(s);
     int reading = 0, writing = C::AHEAD;
 #pragma unroll 1
     for (int slice = 0; slice < tile.count; ++slice) {
@@ -136,13 +115,13 @@ __device__ __forceinline__ void multiply(float (&acc)[1][C::SUMS], const C& tile
 // The same in PARTS.
 template <int PARTS, typename T, bool X_K, bool W_K, typename C>
 __device__ __forceinline__ void multiply_all(float (&acc)[1][C::SUMS], const C& tile, Halves x, Halves w, int M, int N,
-                                             Ahead ahead, char* stages) {
+                                             char* stages) {
 #pragma unroll
     for (int i = 0; i < C::SUMS; ++i) acc[0][i] = 0.0f;
 #pragma unroll 1
     for (int pass = 0; pass < (PARTS == 2 ? 3 : 1); ++pass)  // high · high, high · low, low · high
         multiply<T, X_K, W_K>(acc, tile, x.data + pass / 2 * x.part, x.ld, w.data + pass % 2 * w.part, w.ld, M, N,
-                              pass == 0 ? ahead : NONE, stages);
+                              stages);
 }
 
 // The sum over the warp's rows of an operand's tile, for the four lanes that share a column.
@@ -158,11 +137,6 @@ __device__ __forceinline__ Wide share_of(int tile, int N, int K) {
     const int share = (slices + CLUSTER - 1) / CLUSTER, begin = cluster_rank() * share;
     const int count = min(share, slices - begin);
     return {tile / across * Wide::BM, tile % across * Wide::BN, begin, count, min(K, (begin + count) * BK)};
-}
-
-__device__ __forceinline__ bool has_tile(int M, int N) {
-    const int tiles = (M + Wide::BM - 1) / Wide::BM * ((N + Wide::BN - 1) / Wide::BN);
-    return blockIdx.x / CLUSTER < tiles;
 }
 
 // What counts the bytes of the other block's sums, one tile after the other.
@@ -188,8 +162,8 @@ struct Exchange {
 // what prepare(row, column) loaded. With SUMS, what f returns is summed over every GROUP rows, into `groups` of N
 // columns. W_K as in multiply.
 template <int PARTS, typename T, bool W_K, bool SUMS, typename P, typename F>
-__device__ __forceinline__ void product(Halves x, Halves w, int M, int N, int K, Ahead ahead, char* shared,
-                                        Exchange& exchange, float* groups, P prepare, F f) {
+__device__ __forceinline__ void product(Halves x, Halves w, int M, int N, int K, char* shared, Exchange& exchange,
+                                        float* groups, P prepare, F f) {
     using C = Wide;
     constexpr int TILES = C::COLUMNS / 8 / CLUSTER;  // of 8 columns, that a block finishes of a warp's
     static_assert(CLUSTER == 2 && GROUP == 16, "two blocks exchange halves, a warp has a group of rows");
@@ -201,7 +175,7 @@ __device__ __forceinline__ void product(Halves x, Halves w, int M, int N, int K,
     for (int tile = blockIdx.x / CLUSTER; tile < tiles; tile += gridDim.x / CLUSTER) {
         const C block = share_of(tile, N, K);
         float acc[1][C::SUMS];
-        multiply_all<PARTS, T, true, W_K>(acc, block, x, w, M, N, tile == blockIdx.x / CLUSTER ? ahead : NONE, shared);
+        multiply_all<PARTS, T, true, W_K>(acc, block, x, w, M, N, shared);
         if (tile >= gridDim.x / CLUSTER) cluster_sync();  // the sums of the tile before are read
         float4 sum[TILES];
 #pragma unroll
