@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Annotated
 
@@ -57,12 +58,17 @@ def _say(line: str) -> None:
     print(line, file=sys.stderr, flush=True)
 
 
+def _once(chosen: Iterable | None) -> tuple:
+    """What a repeatable option names, each once."""
+    return tuple(dict.fromkeys(chosen or ()))
+
+
 def _values(chosen) -> tuple[str, ...]:
-    return tuple(each.value for each in chosen or ())
+    return _once(each.value for each in chosen or ())
 
 
 def _shapes(texts: list[str] | None) -> tuple:
-    return tuple(parse_shape(each) for each in texts or ())
+    return _once(parse_shape(each) for each in texts or ())
 
 
 def _run(bench, device: Device, out: Path | None, as_json: bool, **options) -> None:
@@ -183,7 +189,7 @@ def spmm(
     as_json: JsonOption = False,
 ) -> None:
     """Time sparse products, and say where they beat dense ones. Exits with 1 if one was wrong."""
-    chosen = {"dtypes": _values(dtype), "shapes": _shapes(shapes), "densities": tuple(density or ())}
+    chosen = {"dtypes": _values(dtype), "shapes": _shapes(shapes), "densities": _once(density)}
     if tune:
         from qsparse.bench.tune_spmm import tune as tune_spmm
 
@@ -211,10 +217,10 @@ def mlp(
     as_json: JsonOption = False,
 ) -> None:
     """Time whole int8 networks beside the libraries'. Exits with 1 if one gave a wrong output."""
-    networks = tuple(parse_sizes(each) for each in network or ())
+    networks = _once(parse_sizes(each) for each in network or ())
     options = {
         "networks": networks,
-        "batches": tuple(batch or ()),
+        "batches": _once(batch),
         "compile": compile.value,
         "repetitions": repetitions,
     }

@@ -267,7 +267,7 @@ def quantize_cases(rows: int, columns: int, device: torch.device) -> list[Case]:
         x = x.to(getattr(torch, dtype))
         q, _ = quantized(x)
         nbytes = x.numel() * x.element_size() + q.numel() + 4 * rows
-        copied = torch.randn(nbytes // 8, generator=torch.Generator(device).manual_seed(1), device=device)
+        copied = torch.randn(max(1, nbytes // 8), generator=torch.Generator(device).manual_seed(1), device=device)
         copy = functools.partial(torch.neg, copied, out=torch.empty_like(copied))
         cases.append(
             Case(

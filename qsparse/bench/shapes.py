@@ -73,8 +73,8 @@ def parse_shape(text: str) -> Shape:
     found = _integers(text)
     if len(found) != 3:
         raise UserError(
-            f"--shapes {text!r} is no shape: give three integers above 0, M,N,K (batch rows, outputs, inputs), "
-            "such as --shapes 4096,1024,784"
+            f"--shapes {text!r} is no shape: give three integers from 1 to 2^31 - 1, M,N,K (batch rows, outputs, "
+            "inputs), such as --shapes 4096,1024,784"
         )
     return found
 
@@ -83,7 +83,9 @@ def parse_sizes(text: str) -> tuple[int, ...]:
     """Turn "784,256,10" into a network's widths; UserError unless there are at least two, from 1 to 2^31 - 1."""
     found = _integers(text)
     if len(found) < 2:
-        raise UserError(f"--network {text!r} is none: give at least two widths above 0, such as --network 784,256,10")
+        raise UserError(
+            f"--network {text!r} is none: give at least two widths from 1 to 2^31 - 1, such as --network 784,256,10"
+        )
     return found
 
 

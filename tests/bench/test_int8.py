@@ -143,6 +143,17 @@ def test_only_what_was_asked_for_is_measured():
     assert [row["shape"] for row in result.rows] == [[4, 16]] * 3  # the outputs do not count
 
 
+def test_a_single_element_has_a_copy_to_be_compared_with():
+    result = int8.bench(CPU, ops=["quantize_rows"], shapes=[(1, 1, 1)])
+    assert len(result.rows) == 3
+    assert not result.wrong
+
+
+def test_what_is_asked_for_twice_is_measured_once():
+    result = run(*SMALL, *SMALL, "--op", "quantize_rows", "--op", "quantize_rows", "--json")
+    assert len(json.loads(result.stdout)["rows"]) == 3
+
+
 def test_json_is_one_object_on_standard_output():
     result = run(*SMALL, "--op", "quantize_rows", "--json")
     assert result.exit_code == 0

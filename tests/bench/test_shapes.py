@@ -23,6 +23,13 @@ def test_a_network_is_two_widths_or_more(text, sizes):
     assert parse_sizes(text) == sizes
 
 
+@pytest.mark.parametrize("text", ["1,2,2147483648", "99999999999,1,1"])
+def test_what_no_int32_holds_is_refused_with_what_is_allowed(text):
+    for parse in (parse_shape, parse_sizes):
+        with pytest.raises(UserError, match=r"from 1 to 2\^31 - 1"):
+            parse(text)
+
+
 @pytest.mark.parametrize("text", ["", "784", "784,0,10", "784,x", "784,1_0", "784;10"])
 def test_any_other_network_is_refused_with_what_came(text):
     with pytest.raises(UserError, match="--network") as error:
