@@ -147,7 +147,7 @@ struct Pipeline24 {
             tma_prefetch(&w_map);
             for (int s = 0; s < STAGES; ++s) {
                 mbarrier_init(&full[s], 1);
-                mbarrier_init(&empty[s], CONSUMERS * CO);
+                mbarrier_init(&empty[s], CONSUMERS * CO * WARPGROUP);
             }
             mbarrier_init_fence();
         }
@@ -207,20 +207,21 @@ struct Pipeline24 {
             const int thread = threadIdx.x % WARPGROUP, lane = thread % 32, warp = thread / 32;
             int stage = 0, held = -1;  // the stage that y still leaves from
             unsigned phase = 0;
-            // Memory is free once every consumer that read it, here and where this block sends to, has said so.
+            // Memory is free once every thread that read it, here and where this block sends to, has said so: one that has
+            // waited for its products knows nothing of the metadata that others fetch.
             auto release = [&](unsigned long long* barrier) {
                 if (CLUSTER == 1 || SPLIT > 1) {
-                    if (thread == 0) mbarrier_arrive(barrier);
-                } else if (thread < CLUSTER) {
-                    mbarrier_arrive_at(barrier, thread);
+                    mbarrier_arrive(barrier);
+                } else {
+                    for (int r = 0; r < CLUSTER; ++r) mbarrier_arrive_at(barrier, r);
                 }
             };
 
             auto give_back = [&] {  // once the copy engine has read what this consumer wrote
                 if (thread == 0) {
                     tma_store_wait_read<0>();
-                    if (CLUSTER == 1) mbarrier_arrive(&empty[held]);
-                    else for (int r = 0; r < CLUSTER; ++r) mbarrier_arrive_at(&empty[held], r);
+                    if (CLUSTER == 1) mbarrier_arrive(&empty[held], WARPGROUP);
+                    else for (int r = 0; r < CLUSTER; ++r) mbarrier_arrive_at(&empty[held], r, WARPGROUP);
                 }
                 held = -1;
             };

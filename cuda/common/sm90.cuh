@@ -24,20 +24,21 @@ __device__ __forceinline__ void mbarrier_expect_bytes(unsigned long long* barrie
                  : "memory");
 }
 
-__device__ __forceinline__ void mbarrier_arrive(unsigned long long* barrier) {
-    asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(shared_address(barrier)) : "memory");
+// Arrive for `count` threads.
+__device__ __forceinline__ void mbarrier_arrive(unsigned long long* barrier, int count = 1) {
+    asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0], %1;" ::"r"(shared_address(barrier)), "r"(count) : "memory");
 }
 
 // Arrive on the barrier at the same place in block `rank` of the cluster. No cluster-wide fence: what it orders are
 // reads by wgmma, already waited for, and a fence here costs a third of the kernel's speed.
-__device__ __forceinline__ void mbarrier_arrive_at(unsigned long long* barrier, unsigned rank) {
+__device__ __forceinline__ void mbarrier_arrive_at(unsigned long long* barrier, unsigned rank, int count = 1) {
     asm volatile(
         "{\n"
         ".reg .b32 remote;\n"
         "mapa.shared::cluster.u32 remote, %0, %1;\n"
-        "mbarrier.arrive.shared::cluster.b64 _, [remote];\n"
+        "mbarrier.arrive.shared::cluster.b64 _, [remote], %2;\n"
         "}" ::"r"(shared_address(barrier)),
-        "r"(rank)
+        "r"(rank), "r"(count)
         : "memory");
 }
 
