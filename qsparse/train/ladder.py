@@ -246,6 +246,7 @@ def show(rows: list[dict[str, Any]], file: IO[str]) -> None:
     first = rows[0]
     sizes = "-".join(map(str, first["sizes"]))
     print(f"{sizes}, batch {first['batch_size']}, {first['images']:,} images of {first['dataset']}.", file=file)
-    print(f"Median wall-clock time of {first['epochs'] * first['rounds']} epochs, the backends in turn.", file=file)
+    epochs = first["epochs"] * first["rounds"]
+    print(f"Median wall-clock time of {epochs} epoch{'s' * (epochs > 1)}, the backends in turn.", file=file)
     print("Ratio: time of PyTorch on that device (GPU: torch_graph, or its bf16) over this.", file=file)
     print("To eager: the time of torch_eager over this.", file=file)
