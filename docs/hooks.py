@@ -11,7 +11,7 @@ import typer
 from mkdocs.structure.files import File, Files
 from typer.testing import CliRunner
 
-from qsparse import cli, kernels, nn
+from qsparse import cli
 
 ROOT = Path(__file__).resolve().parents[1]
 EXPERIMENTS = sorted(path.parent for path in ROOT.glob("experiments/*/README.md"))
@@ -59,7 +59,7 @@ def page_of(place: Path) -> Path | None:
 def on_page_markdown(markdown: str, **_: Any) -> str:
     """Fill in what stands in the code; a link out of this folder, to an experiment, leads to its page."""
     markdown = re.sub(r"\]\(((?:\.\./)*)\.\./experiments/", r"](\1experiments/", markdown)
-    texts = {"readme": readme, "commands": commands, "experiments": experiments, "kernels": faces, "layers": layers}
+    texts = {"readme": readme, "commands": commands, "experiments": experiments}
     for place, text in texts.items():
         if f"<!-- {place} -->" in markdown:
             markdown = markdown.replace(f"<!-- {place} -->", text())
@@ -74,17 +74,6 @@ def readme() -> str:
 def experiments() -> str:
     """A link to each experiment's page."""
     return "\n".join(f"- [{title(each)}](experiments/{each.name}/README.md)" for each in EXPERIMENTS)
-
-
-def faces() -> str:
-    """The reference of each kernel's face."""
-    return "\n\n".join(f"::: qsparse.kernels.{name}.{name}" for name in kernels.FACES)
-
-
-def layers() -> str:
-    """The reference of each layer."""
-    kinds = (value for name, value in vars(nn).items() if name in nn.__all__ and isinstance(value, type))
-    return "\n\n".join(f"::: {kind.__module__}.{kind.__qualname__}" for kind in kinds)
 
 
 def title(directory: Path) -> str:

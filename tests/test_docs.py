@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import functools
+import importlib
+import inspect
 import json
 import re
 import shlex
@@ -17,7 +19,8 @@ import pytest
 import typer
 from typer.testing import CliRunner
 
-from qsparse import cli, kernels, measure, nn, variants
+import qsparse
+from qsparse import cli, kernels, measure, nn, quant, sparse, variants
 from qsparse.search import study
 from qsparse.train.config import TrainConfig
 from qsparse.train.run import train
@@ -157,6 +160,97 @@ def test_a_how_to_is_short(page):
     assert len(code.splitlines()) < LONGEST
 
 
+REFERENCE = ROOT / "docs" / "reference"
+PUBLIC = {
+    "kernels": kernels.FACES,
+    "nn": nn.__all__,
+    "quant": quant.__all__,
+    "sparse": sparse.__all__,
+    "models": [name for name in qsparse.__all__ if name != "__version__"],
+}
+
+
+def described(page: str) -> list[str]:
+    """The objects that a page of the reference has the docstrings of, by their paths."""
+    return re.findall(r"^::: (\S+)$", (REFERENCE / f"{page}.md").read_text(), re.MULTILINE)
+
+
+@pytest.mark.parametrize("page", PUBLIC)
+def test_the_reference_has_all_that_is_public(page):
+    """Functions and classes by their docstrings, names of choices in its tables."""
+    objects = {path.rpartition(".")[2] for path in described(page)}
+    text = (REFERENCE / f"{page}.md").read_text()
+    for name in PUBLIC[page]:
+        thing = getattr(importlib.import_module("qsparse" if page == "models" else f"qsparse.{page}"), name)
+        if callable(thing):
+            assert name in objects, name
+        else:
+            assert [each for each in (name, *thing) if f"`{each}`" not in text] == []
+
+
+@pytest.mark.parametrize("page", [path.stem for path in sorted(REFERENCE.glob("*.md"))])
+def test_what_the_reference_names_is_there_and_documented(page):
+    """Each where it says, with a docstring, under the name by which it is imported."""
+    text = (REFERENCE / f"{page}.md").read_text()
+    headings = dict(re.findall(r"^::: (\S+)\n {4}options: \{heading: ([\w.]+)", text, re.MULTILINE))
+    assert set(headings) == set(described(page))
+    for path, heading in headings.items():
+        module, _, name = path.rpartition(".")
+        thing = getattr(importlib.import_module(module), name)
+        assert inspect.getdoc(thing), path
+        place, _, name = f"qsparse.{heading.removeprefix('qsparse.')}".rpartition(".")
+        if place == "qsparse.kernels.spmm_csr":  # a function there, and a module
+            assert getattr(kernels.spmm_csr, name) is thing
+        else:
+            assert getattr(importlib.import_module(place), name) is thing
+
+
+LAYERS = [name for name in nn.__all__ if name[0].isupper()]
+
+
+@pytest.mark.parametrize(("page", "names"), [("kernels", kernels.FACES), ("nn", LAYERS)], ids=["kernels", "nn"])
+def test_the_reference_begins_with_a_table_of_all(page, names):
+    table = re.findall(r"^\| `(\w+)` \|", (REFERENCE / f"{page}.md").read_text(), re.MULTILINE)
+    assert sorted(table) == sorted(names)
+
+
+def test_the_reference_names_every_command():
+    found = re.findall(r"^\| `qsparse ([\w ]+)` \|", (REFERENCE / "commands.md").read_text(), re.MULTILINE)
+
+    def leaves(command, path=()) -> list[str]:
+        inner = getattr(command, "commands", None)
+        return [" ".join(path)] if inner is None else [leaf for n, c in inner.items() for leaf in leaves(c, (*path, n))]
+
+    assert sorted(found) == sorted(leaves(typer.main.get_command(cli.app)))
+
+
+def test_the_reference_has_every_field_of_a_row(trained, tmp_path):
+    """What measures today writes no field that the page lacks, and the page has none that nothing writes."""
+    bench, ladder = tmp_path / "bench.jsonl", tmp_path / "ladder.jsonl"
+    run, small = str(shutil.copytree(trained / "runs" / "1", tmp_path / "1")), ("--device", "cpu", "--out", str(bench))
+    shapes, training = ("--shapes", "8,8,8"), ("--data", "mnist-5k", "--hidden", "4", "--epochs", "1", "--rounds", "1")
+    for line in (
+        ("bench", "gemm", "--dtype", "float32", *shapes, *small),
+        ("bench", "int8", *shapes, *small),
+        ("bench", "spmm", "--density", "0.5", *shapes, *small),
+        ("bench", "mlp", "--network", "12,5,3", "--batch", "3", *small),
+        ("ladder", *training, "--device", "cpu", "--out", str(ladder)),
+    ):
+        assert CliRunner().invoke(cli.app, line).exit_code == 0, line
+    measuring = {"batches": (1,), "budget_s": 0.001}
+    variants.sparsify_run(run, 0.1, "auto", finetune_epochs=1, device="cpu", measuring=measuring)
+    variants.sparsify_run(run, 0.1, dtype="int8", device="cpu", measuring=measuring)
+    page = (REFERENCE / "rows.md").read_text()
+    parts = dict(zip(("Models", "Kernels", "Training"), re.split(r"^## ", page, flags=re.MULTILINE)[1:], strict=True))
+    places = {"Models": Path(run) / "rows.jsonl", "Kernels": bench, "Training": ladder}
+    for part, place in places.items():
+        written = set().union(*(json.loads(line) for line in place.read_text().splitlines()))
+        named = set(re.findall(r"`(\w+)`", parts[part]))
+        assert written - named == set(), part
+        listed = {name for row in re.findall(r"^\| (`.*?`) \|", parts[part], re.M) for name in re.findall(r"\w+", row)}
+        assert listed - written == set(), part
+
+
 def test_every_page_is_in_the_navigation():
     navigation = (ROOT / "mkdocs.yml").read_text()
     pages = [str(page.relative_to(ROOT / "docs")) for page in (ROOT / "docs").rglob("*.md")]
@@ -174,7 +268,7 @@ def test_the_manual_builds(tmp_path, monkeypatch):
     for link in ("how-to/quantize.html", "experiments/08_pareto/index.html", "contributing.html#where-things-are"):
         assert f'href="{link}"' in front
     assert "qsparse sweep" in (tmp_path / "reference" / "commands.html").read_text()
-    for page, names in (("kernels", kernels.FACES), ("nn", [name for name in nn.__all__ if name[0].isupper()])):
+    for page, names in (("kernels", kernels.FACES), ("nn", LAYERS)):
         text = (tmp_path / "reference" / f"{page}.html").read_text()
         assert [name for name in names if not re.search(rf'id="qsparse\.{page}\.\w+\.{name}"', text)] == []
     assert (tmp_path / "experiments" / "10_gemm_bench" / "figure.png").is_file()
