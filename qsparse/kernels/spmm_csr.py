@@ -95,8 +95,18 @@ def spmm_csr(
 def plan(col_indices, row_offsets, *, shape):
     """What ``spmm_csr`` finds out about a pattern, kept for later calls; None where it is of no use (on a CPU).
 
-    Takes tensors as ``spmm_csr`` does, and waits for the GPU. Raises TypeError for a wrong dtype or sizes that are no
-    whole numbers, ValueError for a bad index.
+    Parameters
+    ----------
+    col_indices : (nnz,) int32 or uint16 tensor, as ``spmm_csr`` takes it
+    row_offsets : (N + 1,) int32 tensor
+    shape : (N, K)
+
+    Returns
+    -------
+    An argument ``plan`` of ``spmm_csr`` and of ``sddmm`` for these very arrays, which it keeps: some bytes an entry.
+
+    Every index is looked at, and on a GPU that waits for the device. Raises TypeError for a wrong dtype or sizes that
+    are no whole numbers, ValueError for shapes that do not fit and for a bad index, naming the entry.
     """
     n, k = _spmm.check_sizes(shape)
     _spmm.check_pattern(col_indices, row_offsets, (n, k), check=True)
