@@ -21,6 +21,7 @@ from typer.testing import CliRunner
 
 import qsparse
 from qsparse import cli, kernels, measure, nn, quant, sparse, variants
+from qsparse.bench import harness
 from qsparse.search import study
 from qsparse.train.config import TrainConfig
 from qsparse.train.run import train
@@ -224,8 +225,9 @@ def test_the_reference_names_every_command():
     assert sorted(found) == sorted(leaves(typer.main.get_command(cli.app)))
 
 
-def test_the_reference_has_every_field_of_a_row(trained, tmp_path):
+def test_the_reference_has_every_field_of_a_row(trained, tmp_path, monkeypatch):
     """What measures today writes no field that the page lacks, and the page has none that nothing writes."""
+    monkeypatch.setattr(harness, "_CPU_BUDGET_S", 0.01)
     bench, ladder = tmp_path / "bench.jsonl", tmp_path / "ladder.jsonl"
     run, small = str(shutil.copytree(trained / "runs" / "1", tmp_path / "1")), ("--device", "cpu", "--out", str(bench))
     shapes, training = ("--shapes", "8,8,8"), ("--data", "mnist-5k", "--hidden", "4", "--epochs", "1", "--rounds", "1")

@@ -120,6 +120,7 @@ def test_a_face_documents_itself(face):
     for section in sections:
         assert re.search(rf"^ *{section}\n *-+$", text, re.MULTILINE), f"no section {section}"
     assert re.search(r"\bRaises\b.*(TypeError|ValueError)", text, re.DOTALL)
+    assert re.search(r"^ *Sources?: ", text, re.MULTILINE), "no source of the method"
     code = getattr(kernels, face).__wrapped__.__code__
     for name in code.co_varnames[: code.co_argcount + code.co_kwonlyargcount]:
         assert re.search(rf"\b{name}\b.* : |\b{name}\b, .* : ", text), f"{name} is not described"

@@ -34,6 +34,8 @@ def bias_relu_grad(dy, y=None):
     db : (N,), dtype of ``dy``: the column sums of ``dz``, summed in float32 in a fixed order
 
     Raises TypeError for another dtype, ValueError for shapes that do not fit.
+
+    Source: D. E. Rumelhart, G. E. Hinton, R. J. Williams, "Learning representations by back-propagating errors" (1986).
     """
     if torch.compiler.is_compiling():
         dz, db = _operator(dy, y)

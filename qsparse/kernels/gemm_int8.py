@@ -85,6 +85,10 @@ def gemm_int8(
 
     On a CPU the product is ``torch._int_mm``; a CPU without VNNI instructions multiplies in float32 by slices short
     enough to be exact, which is faster there.
+
+    Sources: zero points are taken out of the product by sums, as in B. Jacob et al., "Quantization and Training of
+    Neural Networks for Efficient Integer-Arithmetic-Only Inference" (CVPR 2018), section 2.3; PTX ISA, ``wgmma`` and
+    ``mma.sync`` of ``.s8`` and ``.u8``, ``dp4a``.
     """
     if torch.compiler.is_compiling() and tier is None:
         return _operator(x, w, scale_x, scale_w, bias, relu, out_dtype, zero_x, sums_w, scale_y)

@@ -69,6 +69,8 @@ def gemm_int8_24(
     and epilogue are the same in all of them, so the bits are.
 
     Raises TypeError and ValueError naming the argument.
+
+    Sources: those of :func:`gemm_24` and of :func:`gemm_int8`.
     """
     if torch.compiler.is_compiling() and tier is None:
         return _operator(x, values, metadata, scale_x, scale_w, bias, relu, out_dtype, zero_x, sums_w, scale_y)

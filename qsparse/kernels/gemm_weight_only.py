@@ -75,6 +75,9 @@ def gemm_weight_only(x, w, scale, bias=None, *, group: int | None = None, relu: 
 
     A row of ``x`` that holds NaN or Inf gives NaN or Inf in its own outputs only. Raises TypeError and ValueError
     naming the argument.
+
+    Source: integers become floats by their bits under a suitable exponent, as in Y. J. Kim et al., "Who Says Elephants
+    Can't Run: Bringing Large Scale MoE Models into Cloud Scale Production" (2022).
     """
     if torch.compiler.is_compiling() and tier is None:
         return _operator(x, w, scale, bias, group, relu)

@@ -53,6 +53,8 @@ def linear_int8(
     up to 4,096: ``x`` is read once and its integers stay on the chip.
     Raises TypeError and ValueError naming the argument, ValueError too where ``one_launch`` is demanded and there is
     none.
+
+    Sources: those of :func:`quantize_rows` and of :func:`gemm_int8`.
     """
     if torch.compiler.is_compiling():
         return _operator(x, w, scale_w, bias, scale_x, relu, out_dtype)

@@ -45,6 +45,9 @@ def mlp_int8(x, weights, weight_scales, biases, *, input_scales=None, one_launch
     blocks that share rows exchange their activations between the layers. Everything else, and every other device, runs
     the chain. Raises TypeError and ValueError naming the argument, ValueError too where ``one_launch`` is demanded and
     there is none.
+
+    Sources: the arithmetic is that of :func:`quantize_rows` and :func:`gemm_int8`; weights that wait on the chip, after
+    G. Diamos et al., "Persistent RNNs: Stashing Recurrent Weights On-Chip" (ICML 2016); PTX ISA, ``barrier.cluster``.
     """
     if torch.compiler.is_compiling():
         return _operator(x, list(weights), list(weight_scales), list(biases), _listed(input_scales, weights))

@@ -39,6 +39,10 @@ def spmm_coo(x, values, rows, cols, bias=None, *, shape, relu: bool = False, che
     An entry that is not stored contributes nothing, whatever ``x`` holds there, NaN and Inf included. Raises
     TypeError for a wrong dtype; ValueError for shapes that do not fit, and with ``check`` for an index outside W,
     naming the entry.
+
+    Source: sorted, the entries are multiplied as :func:`spmm_csr` does from compute capability 8.0 on; before, a warp a
+    row, after N. Bell, M. Garland, "Implementing sparse matrix-vector multiplication on throughput-oriented processors"
+    (SC 2009).
     """
     if torch.compiler.is_compiling():
         return _operator(x, values, rows, cols, bias, list(shape), relu, check, ordered)
