@@ -394,6 +394,33 @@ def test_what_cannot_be_is_refused():
         nn.from_description({"kind": "Conv"})
 
 
+SIZED = {
+    nn.Linear: {"in_features": 4, "out_features": 3},
+    nn.QuantLinear: {"in_features": 4, "out_features": 3},
+    nn.ZeroPointLinear: {"in_features": 4, "out_features": 3},
+    nn.Fp8Linear: {"in_features": 4, "out_features": 3},
+    nn.WeightOnlyLinear: {"in_features": 4, "out_features": 3, "group": 2},
+    nn.SparseLinear: {"in_features": 4, "out_features": 3, "nnz": 2},
+    nn.QuantSparseLinear: {"in_features": 4, "out_features": 3, "nnz": 2},
+    nn.TwoFourLinear: {"in_features": 4, "out_features": 3},
+    nn.QuantTwoFourLinear: {"in_features": 4, "out_features": 3},
+    nn.BitmapLinear: {"in_features": 4, "out_features": 3, "values": 8},
+}
+
+
+@pytest.mark.parametrize("kind", SIZED, ids=lambda kind: kind.__name__)
+def test_sizes_that_are_none_are_named(kind):
+    assert set(SIZED) == {each for name, each in vars(nn).items() if name in nn.__all__ and isinstance(each, type)}
+    kind(**{name: np.int64(size) for name, size in SIZED[kind].items()})
+    for name in SIZED[kind]:
+        for size in ("4", 4.0, None, [4], True):
+            if (name, size) != ("group", None):
+                with pytest.raises(TypeError, match=rf"^{name} must be an int, "):
+                    kind(**{**SIZED[kind], name: size})
+        with pytest.raises(ValueError, match=rf"^{name} must be at least [01], got -1"):
+            kind(**{**SIZED[kind], name: -1})
+
+
 ONES = torch.ones(1, 8)
 
 

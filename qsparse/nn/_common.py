@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numbers
 from typing import Self
 
 import torch
@@ -12,6 +13,15 @@ DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in (torch.float32, 
 def check_activation(activation: str | None) -> None:
     if activation not in (None, "relu"):
         raise ValueError(f'activation must be None or "relu", got {activation!r}')
+
+
+def check_sizes(**sizes: object) -> None:
+    """Raise TypeError or ValueError, naming the argument, unless all are whole numbers from 0 on."""
+    for name, size in sizes.items():
+        if isinstance(size, bool) or not isinstance(size, numbers.Integral):  # NumPy's among them
+            raise TypeError(f"{name} must be an int, not {type(size).__name__}")
+        if size < 0:
+            raise ValueError(f"{name} must be at least 0, got {size}")
 
 
 def check_tensors(**arrays: object) -> None:

@@ -6,7 +6,7 @@ from typing import Self
 
 import torch
 
-from qsparse.nn._common import InferenceLinear, check_tensors
+from qsparse.nn._common import InferenceLinear, check_sizes, check_tensors
 
 
 class QuantizedLinear(InferenceLinear):
@@ -21,6 +21,7 @@ class QuantizedLinear(InferenceLinear):
     def __init__(
         self, in_features: int, out_features: int, bias: bool, activation: str | None, stored, dtype=torch.float32
     ):
+        check_sizes(in_features=in_features, out_features=out_features)
         weight = torch.zeros(out_features, in_features, dtype=stored)
         buffers = {"weight": weight, "weight_scale": torch.ones(out_features)}
         super().__init__(in_features, out_features, bias, activation, dtype, **buffers)

@@ -6,7 +6,7 @@ import torch
 
 from qsparse import kernels
 from qsparse.kernels import _bitmap_tiles
-from qsparse.nn._common import SparseStorage, check_tensors, describe
+from qsparse.nn._common import SparseStorage, check_sizes, check_tensors, describe
 
 
 class BitmapLinear(SparseStorage):
@@ -35,6 +35,7 @@ class BitmapLinear(SparseStorage):
         dtype=torch.float16,
     ) -> None:
         """``values``: how many are stored, the padding of the tiles among them."""
+        check_sizes(in_features=in_features, out_features=out_features, values=values)
         tall, wide = _bitmap_tiles.grid((out_features, in_features))
         buffers = {
             "values": torch.zeros(values, dtype=dtype),

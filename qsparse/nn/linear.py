@@ -6,7 +6,7 @@ import torch
 from torch.nn import functional
 
 from qsparse import kernels
-from qsparse.nn._common import by_rows, check_activation, describe, options_of
+from qsparse.nn._common import by_rows, check_activation, check_sizes, describe, options_of
 
 
 class Linear(torch.nn.Linear):
@@ -22,6 +22,7 @@ class Linear(torch.nn.Linear):
     """
 
     def __init__(self, in_features, out_features, bias=True, activation=None, *, device=None, dtype=torch.float32):
+        check_sizes(in_features=in_features, out_features=out_features)
         check_activation(activation)
         super().__init__(in_features, out_features, bias, device=device, dtype=dtype)
         self.activation = activation

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from qsparse import kernels
-from qsparse.nn._common import SparseStorage, by_rows, check_tensors, describe
+from qsparse.nn._common import SparseStorage, by_rows, check_sizes, check_tensors, describe
 from qsparse.nn._sparse_pattern import Pattern
 
 _INDEX_NAMES = {"csr": ("col_indices", "row_offsets"), "coo": ("rows", "cols")}
@@ -39,8 +39,9 @@ class SparseLinear(SparseStorage):
         *,
         dtype=torch.float32,
     ):
-        if format not in _INDEX_NAMES:
+        if not isinstance(format, str) or format not in _INDEX_NAMES:
             raise ValueError(f"format must be one of {', '.join(_INDEX_NAMES)}, got {format!r}")
+        check_sizes(in_features=in_features, out_features=out_features, nnz=nnz)
         buffers = {"values": torch.zeros(nnz, dtype=dtype)}
         for name in _INDEX_NAMES[format]:
             buffers[name] = torch.zeros(out_features + 1 if name == "row_offsets" else nnz, dtype=torch.int32)

@@ -6,7 +6,7 @@ import torch
 
 from qsparse import kernels
 from qsparse.kernels import _two_four
-from qsparse.nn._common import SparseStorage, check_tensors, describe
+from qsparse.nn._common import SparseStorage, check_sizes, check_tensors, describe
 
 _FIRST_TWO = 0x44
 """Metadata of two groups that keep their columns 0 and 1."""
@@ -35,6 +35,7 @@ class TwoFourLinear(SparseStorage):
         *,
         dtype=torch.float16,
     ) -> None:
+        check_sizes(in_features=in_features, out_features=out_features)
         width = _two_four.padded(in_features)
         values = torch.zeros(out_features, width // 2, dtype=dtype)
         metadata = torch.full((out_features, width // 8), _FIRST_TWO, dtype=torch.uint8)

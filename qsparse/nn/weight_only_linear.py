@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from qsparse import kernels
+from qsparse.kernels._face import check_count
 from qsparse.kernels.gemm_weight_only import pack_int4, spread_groups
 from qsparse.nn._common import check_tensors, describe
 from qsparse.nn._quantized import QuantizedLinear
@@ -83,5 +84,5 @@ class WeightOnlyLinear(QuantizedLinear):
 def _check(bits: int, group: int | None) -> None:
     if bits not in (4, 8):
         raise ValueError(f"bits must be 4 or 8, got {bits!r}")
-    if group is not None and group < 1:
-        raise ValueError(f"group must be at least 1, got {group}")
+    if group is not None:
+        check_count("group", group)
