@@ -70,15 +70,22 @@ _kept: dict[tuple, tuple] = {}
 
 
 def kept(a: Tensor, make: Callable[..., Tensor], *arguments: int) -> Tensor:
-    """``make(a, *arguments)`` of weights: made once, and kept as long as ``a`` lives and stays as it is."""
+    """``make(a, *arguments)`` of weights: made once, and again when ``a`` has changed, and kept as long as ``a`` lives.
+
+    It stays in the same memory, which a captured graph may read.
+    """
     key = id(a), make, *arguments
     whose, version, found = _kept.get(key, (None, None, None))
-    if whose is not None and whose() is a and version == a._version:
+    known = whose is not None and whose() is a
+    if known and version == a._version:
         return found
-    found = make(a, *arguments)
+    made = make(a, *arguments)
     # An inference tensor does not count its changes, and a graph's memory is its own.
-    if found is not a and not a.is_inference() and not (a.is_cuda and torch.cuda.is_current_stream_capturing()):
-        if a.is_cuda:
-            torch.cuda.current_stream(a.device).synchronize()  # the next call may be on another stream
-        _kept[key] = weakref.ref(a, lambda _: _kept.pop(key, None)), a._version, found
-    return found
+    if made is a or a.is_inference() or (a.is_cuda and torch.cuda.is_current_stream_capturing()):
+        return made
+    if known and made.shape == found.shape:
+        made = found.copy_(made)
+    if a.is_cuda:
+        torch.cuda.current_stream(a.device).synchronize()  # the next call may be on another stream
+    _kept[key] = weakref.ref(a, lambda _: _kept.pop(key, None)), a._version, made
+    return made

@@ -75,11 +75,16 @@ class GraphedTorch(EagerTorch):
     _graph: torch.cuda.CUDAGraph | None = None
 
     def epoch(self, train: Split, epoch: int, rates: Sequence[float]) -> torch.Tensor:
-        """Take all steps of an epoch; return the mean loss of each before it, float32 (steps,) on the CPU."""
+        """Take all steps of an epoch; return the mean loss of each before it, float32 (steps,) on the CPU.
+
+        ValueError for other images than those of the first epoch, which are what the graph reads.
+        """
         batch, images = self._config.batch_size, len(train)
         order = data.order(images, seed=self._config.seed, epoch=epoch)
         if self._graph is None:
             self._capture(train, batch)
+        if train is not self._train:
+            raise ValueError("the graph was captured with another split, whose images it reads")
         self._order.copy_(order)
         self._rates.copy_(torch.tensor(rates))
         self._at.zero_()
@@ -92,10 +97,11 @@ class GraphedTorch(EagerTorch):
 
     def _capture(self, train: Split, batch: int) -> None:
         device, images = train.images.device, len(train)
+        self._train = train  # kept, as all that a replay reads
         self._order = torch.zeros(images, dtype=torch.int64, device=device)
         self._rates, self._losses = (torch.zeros(-(-images // batch), device=device) for _ in range(2))
         self._at = torch.zeros(1, dtype=torch.int64, device=device)
-        self._within = torch.arange(min(batch, images), device=device)  # kept, as all that a replay reads
+        self._within = torch.arange(min(batch, images), device=device)
 
         def once() -> None:
             rows = self._order[self._at * batch + self._within]

@@ -42,3 +42,5 @@ def test_a_graph_reads_no_memory_that_others_may_write(graphed, eager, momentum)
         expected = [peer.step(train.images[rows], train.labels[rows], rate).item() for rows, rate in steps]
         torch.testing.assert_close(losses, torch.tensor(expected), rtol=1e-3, atol=0)
         overwrite_freed_memory(device)
+    with pytest.raises(ValueError, match="captured with another split"):
+        ours.epoch(Split(train.images.clone(), train.labels), EPOCHS, RATES)
