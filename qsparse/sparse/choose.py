@@ -17,7 +17,7 @@ from torch import Tensor
 from qsparse.dense import dense_layers
 from qsparse.models import MLP, input_dtype_of
 from qsparse.nn import Linear, stored_bytes
-from qsparse.sparse.config import CRITERIA, STORED, choose
+from qsparse.sparse.config import AUTO, CRITERIA, STORED, check_stored, choose
 from qsparse.sparse.masks import check_masks
 from qsparse.sparse.store import DENSE, store
 from qsparse.timing import graph_times, percentile, wall_times
@@ -43,9 +43,13 @@ def choose_formats(
         by: "bytes" or "time".
         batch: rows of the product that is timed.
 
-    Raises as `sparsify`.
+    Raises as `sparsify`, and ValueError for a batch that is no whole number from 1 on.
     """
     choose("criterion", by, CRITERIA)
+    if dtype is not None:
+        check_stored(AUTO, dtype)
+    if isinstance(batch, bool) or not isinstance(batch, int) or batch < 1:
+        raise ValueError(f"batch must be a whole number, at least 1, not {batch!r}")
     layers = dense_layers(model, "sparsify")
     check_masks(masks, layers)
     costs = {}

@@ -49,7 +49,7 @@ def sparsify(
             already compressed or holds NaN or Inf.
         ValueError: the names or shapes of the masks or the scales are not the layers', one is not 2:4 where that is
             asked, a scale is none, or there are scales of another dtype than int8.
-        TypeError: a mask is not bool, scales are not float32.
+        TypeError: a mask is not bool, scales are not float32, `format` is neither a name nor a dict.
     """
     layers = dense_layers(model, "sparsify")
     check_masks(masks, layers)
@@ -61,6 +61,8 @@ def sparsify(
             check_stored(format, dtype)
         every = choose_formats(model, masks, dtype)[0] if format == AUTO else dict.fromkeys(layers, format)
     else:
+        if not isinstance(format, Mapping):
+            raise TypeError(f"format must be a name, or a dict from a layer's name to one, not {type(format).__name__}")
         every = dict(format)
         if every.keys() != layers.keys():
             raise UserError(f"formats are for {', '.join(every)}; the layers are {', '.join(layers)}")

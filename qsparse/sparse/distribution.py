@@ -16,6 +16,8 @@ import torch
 from torch import Tensor
 
 from qsparse.errors import UserError
+from qsparse.sparse.config import DISTRIBUTIONS, check_density, choose
+from qsparse.sparse.masks import check_by_layer
 
 
 def layer_counts(scores: dict[str, Tensor], density: float, distribution: str, min_density: float = 0.0) -> dict:
@@ -28,8 +30,13 @@ def layer_counts(scores: dict[str, Tensor], density: float, distribution: str, m
         min_density: each layer keeps at least round(min_density * N_l * K_l), and at least 1 where it is above 0.
 
     Raises:
-        UserError: these least counts together are more than round(d * n).
+        UserError: these least counts together are more than round(d * n), a density outside (0, 1], or a distribution
+            that is none.
+        TypeError: scores are no dict of tensors.
     """
+    check_by_layer("scores", scores)
+    choose("distribution", distribution, DISTRIBUTIONS)
+    density = check_density(density)
     sizes = {name: score.numel() for name, score in scores.items()}
     kept = round(density * sum(sizes.values()))
     least = {name: min(size, max(1, round(min_density * size))) if min_density else 0 for name, size in sizes.items()}

@@ -19,7 +19,7 @@ from torch import Tensor
 from qsparse.errors import UserError
 from qsparse.sparse.config import check_density
 from qsparse.sparse.distribution import layer_counts
-from qsparse.sparse.masks import largest, warn_of_empty
+from qsparse.sparse.masks import check_by_layer, largest, warn_of_empty
 
 
 def magnitude_scores(w: Tensor) -> Tensor:
@@ -42,7 +42,9 @@ def magnitude_masks(weights: dict[str, Tensor], density: float) -> dict[str, Ten
 
     Raises:
         UserError: d outside (0, 1], or a NaN weight; the message names the layer.
+        TypeError: weights are no dict of tensors.
     """
+    check_by_layer("weights", weights)
     density = check_density(density)
     for name, weight in weights.items():
         if bool(torch.isnan(weight).any()):

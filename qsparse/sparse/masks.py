@@ -59,9 +59,22 @@ def warn_of_empty(masks: dict[str, Tensor], stacklevel: int = 2) -> None:
 
 
 def mask_density(masks: dict[str, Tensor]) -> float:
-    """The fraction of weights that stay, over all layers (NaN when there are no weights)."""
+    """The fraction of weights that stay, over all layers (NaN when there are no weights).
+
+    masks: layer name -> bool (N, K). Raises TypeError for anything but a dict of tensors.
+    """
+    check_by_layer("masks", masks)
     total = sum(mask.numel() for mask in masks.values())
     return sum(int(mask.sum()) for mask in masks.values()) / total if total else math.nan
+
+
+def check_by_layer(what: str, values: object) -> None:
+    """Raise TypeError unless `values` is layer name -> tensor."""
+    if not isinstance(values, Mapping):
+        raise TypeError(f"{what} must be a dict from a layer's name to a tensor, not {type(values).__name__}")
+    for name, value in values.items():
+        if not isinstance(value, Tensor):
+            raise TypeError(f"{what} of layer {name} must be a torch.Tensor, not {type(value).__name__}")
 
 
 def check_masks(masks: object, layers: Mapping[str, torch.nn.Linear]) -> None:

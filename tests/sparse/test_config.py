@@ -2,8 +2,11 @@ import dataclasses
 import math
 
 import pytest
+import torch
 
+from qsparse import sparse
 from qsparse.errors import UserError
+from qsparse.models import MLP
 from qsparse.sparse import SparseConfig, parse_pattern
 
 
@@ -135,3 +138,30 @@ def test_patterns(text, pair):
 def test_rubbish_patterns_are_refused(text):
     with pytest.raises(UserError, match=r"N:M with 1 <= N < M <= 32"):
         parse_pattern(text)
+
+
+def test_arguments_of_another_kind_are_named():
+    model = MLP((12, 8, 4))
+    w, masks = torch.ones(3, 4), {name: layer.weight > 0 for name, layer in model.layers().items()}
+    for call, error, message in (
+        (lambda: sparse.sparsify(model, masks, 5), TypeError, "format must be a name, or a dict .*, not int"),
+        (lambda: sparse.sparsify(model, masks, None), TypeError, "format must be a name, or a dict .*, not NoneType"),
+        (lambda: sparse.sparsify(model, masks, ["csr"]), TypeError, "format must be a name, or a dict .*, not list"),
+        (lambda: sparse.choose_formats(model, masks, "x"), UserError, "auto stores fp32 or fp16 or .*, not 'x'"),
+        (lambda: sparse.choose_formats(model, masks, []), UserError, "auto stores fp32 or fp16 or .*, not "),
+        (lambda: sparse.choose_formats(model, masks, by="time", batch=0), ValueError, "batch must be .*, not 0"),
+        (lambda: sparse.choose_formats(model, masks, by="time", batch="9"), ValueError, "batch must be .*, not '9'"),
+        (lambda: sparse.layer_counts({"a": w}, 0.5, "x"), UserError, "unknown distribution 'x': choose one of global"),
+        (lambda: sparse.layer_counts({"a": w}, "x", "erk"), UserError, "The density is 'x': it must be a number"),
+        (lambda: sparse.layer_counts({"a": w}, 1.5, "erk"), UserError, "The density must be above 0"),
+        (lambda: sparse.layer_counts({"a": 5}, 0.5, "erk"), TypeError, "scores of layer a must be a torch.Tensor"),
+        (lambda: sparse.magnitude_masks(w, 0.5), TypeError, "weights must be a dict .*, not Tensor"),
+        (
+            lambda: sparse.magnitude_masks({"a": w.numpy()}, 0.5),
+            TypeError,
+            "weights of layer a must be .* ndarray",
+        ),
+        (lambda: sparse.mask_density({"a": 5}), TypeError, "masks of layer a must be a torch.Tensor, not int"),
+    ):
+        with pytest.raises(error, match=message):
+            call()
