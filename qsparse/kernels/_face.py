@@ -34,10 +34,10 @@ def face(sources: dict[str, tuple[str, ...]], *, in_place: tuple[str, ...] = ())
             kind = _kind((*args, *kwargs.values()))
             if kind is torch.Tensor or kind is None:
                 return function(*args, **kwargs)
-            bound = signature.bind(*args, **kwargs)
             if in_place:
-                _check_writable(bound.arguments, in_place)
+                _check_writable(signature.bind(*args, **kwargs).arguments, in_place)
             if kind is np.ndarray:
+                bound = signature.bind(*args, **kwargs)
                 bound.arguments.update({name: _from_numpy(name, value) for name, value in bound.arguments.items()})
                 return _map(torch.Tensor.numpy, function(*bound.args, **bound.kwargs))
             return _with_cupy(function, args, kwargs)
@@ -152,7 +152,7 @@ def check_tensor(name: str, value, dtypes: tuple[torch.dtype, ...], shape: tuple
     """Raise TypeError or ValueError unless ``value`` is a tensor of an allowed dtype and shape (None: any size)."""
     if not isinstance(value, torch.Tensor):
         raise TypeError(f"{name} must be an array, of the same library as the others, got {kind_of(value)}")
-    if type(value).__torch_dispatch__ is not torch.Tensor.__torch_dispatch__:  # its memory is another tensor's
+    if type(value) is not torch.Tensor and type(value).__torch_dispatch__ is not torch.Tensor.__torch_dispatch__:
         raise TypeError(f"{name} must be a plain torch.Tensor, got {kind_of(value)}")
     if value.layout is not torch.strided:
         raise TypeError(f"{name} must be a dense array, got {value.layout}; spmm_csr and spmm_coo take its parts")
