@@ -43,11 +43,13 @@ USER_ERROR = 2
 INTERRUPTED = 130
 _REFUSALS = {errno.EACCES, errno.EPERM, errno.EROFS, errno.ENAMETOOLONG, errno.ENOSPC, errno.EDQUOT}
 """What a system answers to a path or a write that is the user's: anywhere a file is touched, and nothing of ours."""
+_NO_ROOM = "OutOfMemory|can't allocate memory|Storage size calculation overflowed"
+"""What PyTorch answers where the memory, or an int64, does not hold what is asked for."""
 
 
 def _out_of_memory(error: Exception) -> str | None:
     """The sentence for what NumPy, CuPy (MemoryError) or PyTorch (RuntimeError) could not allocate; None for others."""
-    if not (isinstance(error, MemoryError) or re.search("OutOfMemory|can't allocate memory", repr(error))):
+    if not (isinstance(error, MemoryError) or re.search(_NO_ROOM, repr(error))):
         return None
     asked = re.search(r"allocate ([\d.]+ \w+)", str(error))
     return f"the memory does not hold this{f': {asked[1]} were asked for' if asked else ''}; ask for less at a time"

@@ -522,6 +522,7 @@ def test_python_m_qsparse():
     [
         (MemoryError(), ""),
         (RuntimeError("x: can't allocate memory: you tried to allocate 99 bytes. y"), ": 99 bytes were"),
+        (RuntimeError("Storage size calculation overflowed with sizes=[2147483647, 2147483647]"), ""),
     ],
 )
 def test_too_little_memory_is_a_sentence(monkeypatch, error, asked):
