@@ -62,23 +62,29 @@ def test_targets_stand_beside_what_was_measured(draw):
     rows = [
         product((4096, 4096, 4096), "torch._int_mm", 9.0),  # an older run of the same
         product((4096, 4096, 4096), "torch._int_mm", 2.0),
-        product((64, 64, 64), "torch._int_mm", 0.5),
+        product((64, 4096, 4096), "torch._int_mm", 0.5),
+        product((512, 512, 512), "torch._int_mm", 0.125),  # no layer of the targets
+        product((4096, 4096, 4096), "torch_int8_compiled", 1.75),
         product((4096, 4096, 4096), "cublas_fp32", 21.0),
         product((4096, 4096, 4096), "torch_eager_fp16", 1.5, "dynamic"),
-        product((64, 64, 64), "torch_eager_fp16", 0.5, "dynamic"),
+        product((64, 4096, 4096), "torch_eager_fp16", 0.5, "dynamic"),  # too few rows
+        product((2048, 2048, 2048), "torch_eager_fp16", 6.0, "dynamic"),
     ]
     text = draw.tables(rows)
     assert line(text, "fused int8 by bare").endswith("| 1.5x | 1.00x |")
     assert line(text, "the same, worst").endswith("| 1.0x | 0.50x |")
+    assert line(text, "the same, geometric mean of all shapes below").endswith("|  | 0.50x |")
+    assert line(text, "fused int8 by the compiled").endswith("| 1.8x | 1.75x |")
     assert line(text, "fused int8 at 4096³").endswith("| 1,250 | 1,300 |")
     assert line(text, "fused int8 at 8192³").endswith("| 1,250 | - |")
     assert line(text, "int8 with quantization").endswith("| 1.5x | 1.50x |")
+    assert line(text, "the same, geometric mean of all shapes from").endswith("|  | 3.00x |")
     assert line(text, "fused int8 by fp32").endswith("| 20x | 21.00x |")
     assert "9.00x" not in text
 
 
 def test_what_was_wrong_has_no_mean(draw):
-    rows = [product((64, 64, 64), "torch._int_mm", None), product((32, 64, 64), "torch._int_mm", 2.0)]
+    rows = [product((64, 4096, 4096), "torch._int_mm", None), product((4096,) * 3, "torch._int_mm", 2.0)]
     assert line(draw.tables(rows), "fused int8 by bare").endswith("| 1.5x | - |")
 
 
