@@ -198,6 +198,9 @@ __global__ void __launch_bounds__(WARPS * 32, 1) mlp_int8_row_sm90(const __grid_
 #pragma unroll
         for (int l = 0; l < HIDDEN; ++l) mbarrier_init(&own.received[l], 1);
         mbarrier_init_fence();
+    }
+    __syncwarp();  // (racecheck takes the two halves for different threads')
+    if (thread == WARPS * 32 - 32) {
 #pragma unroll
         for (int l = 0; l < HIDDEN; ++l) mbarrier_expect_bytes(&own.received[l], net.layer[l].N * 4);
     }
