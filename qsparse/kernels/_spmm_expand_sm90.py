@@ -33,14 +33,12 @@ def time(dtype: torch.dtype, m: int, n: int, k: int) -> float:
     if n * k >= 2**31:
         return math.inf
     if dtype == torch.float32:
-        return 40 + n * k * 4 / 2.5e6 + m * n * k / 9e7
+        return 31 + (m + n) * k * 5.6e-6 + m * n * k / 1.28e8
     return 15 + n * k * 2 / 2.5e6 + m * n * k / 2.5e8
 
 
 def pays(dtype: torch.dtype, m: int, n: int, k: int, nnz: int) -> bool:
-    """Whether writing and multiplying a dense W takes less time than tiles that go through the entries."""
-    if dtype == torch.float32:
-        return min(m, n) >= 128 and time(dtype, m, n, k) < 20 + m * nnz / 6e6
+    """Whether writing and multiplying a dense W of halves takes less time than tiles that go through the entries."""
     return time(dtype, m, n, k) < 18 + n * k / 4e5 + m * nnz / 4e6
 
 

@@ -26,6 +26,8 @@ _STATIC_SHARED = 12288  # bytes that the kernels declare themselves, at most
 _MOST_STAGES = 4
 _LONGEST_PART = 512  # a row of up to so many entries, or four times the mean, stays in one piece
 _MOST_SMALL_ROWS = 1024
+_SLAB_PLAN_US = 26  # on an H200, where blocks that divide K need a plan that is not kept
+DENSE = "dense"
 
 # What the kernels take by value: see the structs of the same names.
 MATRIX, WEIGHTS, _OUTPUT = struct.Struct("@Pqqqq?7x"), struct.Struct("@PPPPPqqqiii4x"), struct.Struct("@PPPqqqi4x")
@@ -168,11 +170,10 @@ class Plan:
 def spmm(x, values, cols, row_offsets, bias, n: int, relu: bool, columns: bool, plan: Plan | None, ieee: bool = True):
     """``act(x @ W.T + bias)``, row-major, or column-major with ``columns``; float32 by multiply-adds with ``ieee``."""
     (m, k), nnz = x.shape, values.numel()
-    hopper = torch.cuda.get_device_capability(x.device) == (9, 0)
     large = m > SMALL_M and (n > SMALL_N or m > SMALL_N_M) and n and nnz and k
-    slab = _slab_choice(x, n, nnz) if large and hopper else None
-    by_tensor_cores = large and hopper and not columns and not (ieee if x.dtype == torch.float32 else slab)
-    if by_tensor_cores and _spmm_expand_sm90.pays(x.dtype, m, n, k, nnz):
+    hopper = large and torch.cuda.get_device_capability(x.device) == (9, 0)
+    choice = _hopper_choice(x, n, nnz, plan, columns, ieee) if hopper else None
+    if choice == DENSE:
         return _spmm_expand_sm90.spmm(x, values, cols, row_offsets, bias, n, relu)
     y = torch.empty((n, m) if columns else (m, n), dtype=x.dtype, device=x.device)
     y = y.t() if columns else y
@@ -180,13 +181,35 @@ def spmm(x, values, cols, row_offsets, bias, n: int, relu: bool, columns: bool, 
         return y
     if not large:
         _small(x, values, cols, row_offsets, bias, y, relu)
-    elif slab:
-        run_slab(slab, x, values, cols, row_offsets, bias, y, relu, plan)
-    elif hopper and x.dtype == torch.float32 and _spmm_groups_sm90.pays(m, n):
-        _spmm_groups_sm90.spmm(x, values, cols, row_offsets, bias, y, relu, plan and plan.groups)
+    elif isinstance(choice, _spmm_slab_sm90.Choice):
+        run_slab(choice, x, values, cols, row_offsets, bias, y, relu, plan)
+    elif isinstance(choice, _spmm_groups_sm90.Choice):
+        groups = plan.groups if plan else _spmm_groups_sm90.Plan(cols, row_offsets, (n, k), look=False)
+        _spmm_groups_sm90.run(choice, x, values, bias, y, relu, groups)
     else:
         _tiles(x, values, cols, row_offsets, bias, y, relu, plan)
     return y
+
+
+def _hopper_choice(x, n: int, nnz: int, plan: Plan | None, columns: bool, ieee: bool):
+    """What takes the least time on an H200: a choice of slabs or of groups, `DENSE`, or None for tiles.
+
+    `DENSE` is W written out and multiplied on the tensor cores: row-major only, and in float32 not with ``ieee``.
+    """
+    (m, k), itemsize = x.shape, x.element_size()
+    _, processors = multiprocessors(x.device.index)
+    us, choice = _spmm_slab_sm90.choose(m, n, k, nnz, itemsize, processors)
+    dense_us = _spmm_expand_sm90.time(x.dtype, m, n, k)
+    if x.dtype != torch.float32:
+        if us < dense_us:
+            return choice
+        return DENSE if not columns and _spmm_expand_sm90.pays(x.dtype, m, n, k, nnz) else None
+    if choice and choice.split > 1 and plan is None:
+        us += _SLAB_PLAN_US
+    groups_us, groups = _spmm_groups_sm90.expected(m, n, k, nnz, plan and plan.groups, processors)
+    if groups_us < us:
+        us, choice = groups_us, groups
+    return DENSE if not (ieee or columns) and min(m, n) >= 128 and dense_us < us else choice
 
 
 def wide(x, k_major: bool, stride: int) -> bool:
@@ -218,23 +241,6 @@ def _small(x, values, cols, row_offsets, bias, y, relu: bool) -> None:
         block=_SMALL_BLOCK,
         shared=width * line + rows * batch * 4,
     )
-
-
-def _slab_choice(x, n: int, nnz: int) -> _spmm_slab_sm90.Choice | None:
-    """The slabs of x that a block keeps, where they take less time than the other kernels, on an H200.
-
-    Float32: where all blocks run at once, or W is low and sparse. Halves: than the tensor cores.
-    """
-    (m, k), itemsize = x.shape, x.element_size()
-    _, processors = multiprocessors(x.device.index)
-    time, choice = _spmm_slab_sm90.choose(m, n, k, nnz, itemsize, processors)
-    if choice is None:
-        return None
-    if x.dtype == torch.float32:
-        pays = choice.waves(m, n, processors) == 1 or (n < 512 and 20 * nnz <= n * k)
-    else:
-        pays = time < _spmm_expand_sm90.time(x.dtype, m, n, k)
-    return choice if pays else None
 
 
 def run_slab(choice, x, values, cols, row_offsets, bias, y, relu: bool, plan: Plan | None) -> None:

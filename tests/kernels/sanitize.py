@@ -167,9 +167,9 @@ def large_sparse() -> None:
     if kernels.spmm_csr.tier(DEVICE) == "sm90":
         values, cols, offsets = random_csr(401, 1001)
         x, y, bias = normal(333, 1001), normal(333, 401), normal(401)
-        plan = _spmm_groups_sm90.Plan(cols, offsets, (401, 1001))
-        for tile, split in itertools.product(_spmm_groups_sm90.TILES, (1, 2, 8)):
-            _spmm_groups_sm90.run(_spmm_groups_sm90.Choice(tile, 1, split), x, values, bias, y, True, plan)
+        for look, split, turns in itertools.product((False, True), (1, 2, 8), (False, True)):
+            plan = _spmm_groups_sm90.Plan(cols, offsets, (401, 1001), look)
+            _spmm_groups_sm90.run(_spmm_groups_sm90.Choice(9, split, turns), x, values, bias, y, True, plan)
 
 
 def two_of_four() -> None:

@@ -1,6 +1,7 @@
 """CSR weights times activations, against the oracle and SciPy."""
 
 import functools
+import itertools
 
 import numpy as np
 import pytest
@@ -178,7 +179,7 @@ def test_w_times_x_column_major(device, dtype, normal, sparse, to_numpy, assert_
 @pytest.mark.parametrize("size", [(140, 200), (700, 701)], ids=str)
 def test_highest_precision_is_no_less_precise(device, size, normal, sparse, to_numpy, assert_close, monkeypatch):
     """On the tensor cores too, what is not finite meets stored entries only, and a column may repeat."""
-    monkeypatch.setattr(_spmm_expand_sm90, "pays", lambda *_: True)
+    monkeypatch.setattr(_spmm_expand_sm90, "time", lambda *_: 0.0)
     w, bias = sparse(*size, 0.3), normal(size[0], device=device)
     values, cols, offsets = to_csr(w, device)
     x = normal(260, size[1], device=device)
@@ -380,32 +381,40 @@ def test_tiles_fit_the_card_and_cover_w(kilobytes, itemsize):
 def test_every_choice_of_groups_fits_a_hopper_card():
     """Its memory holds two slabs with as many entries as there can be, and the outputs; a cluster has slabs enough."""
     sizes = (17, 1, 1, 1), (64, 4096, 4096, 10**6), (60000, 256, 784, 20000), (20, 100_000, 40, 5000)
-    for m, n, k, nnz in sizes:
-        choice = _spmm_groups_sm90.choose(m, n, k, nnz, 132)
-        tile = choice.tile
-        assert 1 <= choice.groups <= tile.consumers * tile.g <= 32  # a lane a group
-        assert choice.split <= -(-k // 32)
-        for room in (2, 384):
+    for (m, n, k, nnz), tile in itertools.product(sizes, _spmm_groups_sm90.TILES):
+        for room in (2, 12 * tile.width):
+            us, choice = _spmm_groups_sm90.choose(m, n, k, nnz, tile, room, 132)
+            assert us > 0
+            assert 1 <= choice.groups <= 12
+            assert choice.split <= -(-k // tile.width)
             assert 2 <= tile.stages(choice.groups, room) <= 8
-            assert tile.shared(choice.groups, room) <= (227 - 5) * 1024
+            assert tile.shared(choice.groups, room) <= (227 - 7) * 1024
+    first = _spmm_groups_sm90.TILES[0]
+    assert first.stages(12, 12 * first.width) >= 2  # what plans rely on that do not look
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("tile", _spmm_groups_sm90.TILES, ids=str)
+@pytest.mark.parametrize("look", [False, True])
+@pytest.mark.parametrize("density", [0.2, 0.9])
 @pytest.mark.parametrize("split", [1, 2, 8])
-def test_every_tile_of_groups(tile, split, normal, sparse, to_numpy, assert_close):
-    """Rows and slabs that do not fill a block, rows that are split, both directions of x and y."""
-    w = sparse(401, 1001, 0.2)
+def test_every_tile_of_groups(look, density, split, normal, sparse, to_numpy, assert_close):
+    """Rows and slabs that do not fill a block, rows that are split, both directions of x and y, both ways to turn x."""
+    if torch.cuda.get_device_capability()[0] != 9:
+        pytest.skip("no Hopper GPU")
+    w = sparse(401, 1001, density)
     w[100] = normal(1001)
     values, cols, offsets = to_csr(w, "cuda")
-    plan = _spmm_groups_sm90.Plan(cols, offsets, w.shape)
-    assert plan.splits
+    plan = _spmm_groups_sm90.Plan(cols, offsets, w.shape, look)
+    assert plan.splits or density > 0.5
+    assert plan.tile == _spmm_groups_sm90.TILES[look and density < 0.5]
     x, bias = normal(333, 1001, device="cuda"), normal(401, device="cuda")
     reference = (to_numpy(x) @ to_numpy(w).T + to_numpy(bias)).clip(min=0)
-    for groups in (1, min(9, tile.consumers), tile.consumers * tile.g):
-        choice = _spmm_groups_sm90.Choice(tile, groups, split)
+    for groups, turns in itertools.product((1, 9, 12), (False, True)):
+        choice = _spmm_groups_sm90.Choice(groups, split, turns)
+        if plan.tile.stages(groups, plan.room) < 2:
+            continue
         for operand in (x, x.t().contiguous().t(), normal(333, 1004, device="cuda")[:, :1001].copy_(x)):
-            for y in (x.new_empty(333, 401), x.new_empty(401, 333).t()):
+            for y in (x.new_full((333, 401), NAN), x.new_full((401, 333), NAN).t()):
                 _spmm_groups_sm90.run(choice, operand, values, bias, y, True, plan)
                 assert_close(y, reference)
 
