@@ -3,27 +3,14 @@
 from __future__ import annotations
 
 import functools
-import itertools
 
+from qsparse.kernels import _train_mlp_host as host
 from qsparse.kernels._load import prepare
 
-SOURCE = "train_mlp_sm90.cu"
-PARTS = {"highest": 2, "high": 1, "bfloat16": 1}
-"""Halves that stand for a float."""
+SOURCE, _KERNEL = "train_mlp_sm90.cu", "train_mlp_sm90"
+INSTANCES = host.instances(_KERNEL)
 _INPUTS, _HIDDEN, _CLASSES, _BATCH = 784, 256, 16, 64  # the largest that it takes; exactly so many inputs
 _BLOCKS, _THREADS, _SHARED = 16, 256, 200 * 1024
-
-
-def template(precision: str, momentum: bool) -> str:
-    """The arguments of the kernels' templates."""
-    return f"{PARTS[precision]}, {str(momentum).lower()}" + ", __nv_bfloat16" * (precision == "bfloat16")
-
-
-def instance(precision: str, momentum: bool) -> str:
-    return f"train_mlp_sm90<{template(precision, momentum)}>"
-
-
-INSTANCES = tuple(itertools.starmap(instance, itertools.product(PARTS, (False, True))))
 
 
 def supports(images, parameters, velocities, mask, sizes: tuple[int, ...], batch: int, precision: str) -> bool:
@@ -44,7 +31,7 @@ def _prepare(device: int, precision: str, momentum: bool):
     return prepare(
         device,
         SOURCE,
-        instance(precision, momentum),
+        host.instance(_KERNEL, precision, momentum),
         "PPPPPPPPPPPPPiiiiffiff",
         _BLOCKS,
         _THREADS,
@@ -60,13 +47,13 @@ def launch(
     offsets = (0, hidden * inputs, hidden * (inputs + 1), hidden * (inputs + 1) + classes * hidden)
     pointers = [parameters.data_ptr() + 4 * at for at in offsets]
     pointers += [0 if velocities is None else velocities.data_ptr() + 4 * at for at in offsets]
-    centre = min(max(round(-shift / scale), 0), 255) if scale else 0  # near the pixel that stands for 0
     prepared = _prepare(images.device.index, precision, velocities is not None)
     prepared(
         (
             *(value.data_ptr() for value in (images, labels, order, rates)),
             *pointers,
             losses.data_ptr(),
-            *(len(order), batch, hidden, classes, scale, shift, centre, options["momentum"], options["weight_decay"]),
+            *(len(order), batch, hidden, classes, scale, shift, host.centre(scale, shift)),
+            *(options["momentum"], options["weight_decay"]),
         )
     )

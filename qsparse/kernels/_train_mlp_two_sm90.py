@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import itertools
 
+from qsparse.kernels import _train_mlp_host as host
 from qsparse.kernels._load import prepare
 
 SOURCE = "train_mlp_two_sm90.cu"
@@ -38,12 +39,11 @@ def launch(
     lengths = itertools.chain.from_iterable((n * k, n) for k, n in itertools.pairwise(sizes))
     offsets = itertools.accumulate(lengths, initial=0)
     pointers = [parameters.data_ptr() + 4 * at for at in itertools.islice(offsets, 6)]
-    centre = min(max(round(-shift / scale), 0), 255) if scale else 0  # near the pixel that stands for 0
     _prepare(images.device.index)(
         (
             *(value.data_ptr() for value in (images, labels, order, rates)),
             *pointers,
             losses.data_ptr(),
-            *(len(order), batch, *sizes[1:], scale, shift, centre, options["weight_decay"]),
+            *(len(order), batch, *sizes[1:], scale, shift, host.centre(scale, shift), options["weight_decay"]),
         )
     )

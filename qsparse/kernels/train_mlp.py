@@ -8,7 +8,13 @@ import math
 import numpy as np
 import torch
 
-from qsparse.kernels import _train_mlp_grid_sm90, _train_mlp_sm80, _train_mlp_sm90, _train_mlp_two_sm90
+from qsparse.kernels import (
+    _train_mlp_grid_sm90,
+    _train_mlp_host,
+    _train_mlp_sm80,
+    _train_mlp_sm90,
+    _train_mlp_two_sm90,
+)
 from qsparse.kernels._face import (
     check_choice,
     check_count,
@@ -103,7 +109,7 @@ def train_mlp(
     batch = check_count("batch", batch)
     scale, shift = check_number("scale", scale), check_number("shift", shift)
     momentum, weight_decay = check_number("momentum", momentum), check_number("weight_decay", weight_decay)
-    check_choice("precision", precision, _train_mlp_sm90.PARTS)
+    check_choice("precision", precision, _train_mlp_host.PARTS)
     check_tensor("labels", labels, (torch.int64,), (len(images),))
     check_tensor("order", order, (torch.int64,), (None,))
     check_tensor("rates", rates, (torch.float32,), (math.ceil(len(order) / batch),))

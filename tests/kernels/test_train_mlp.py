@@ -9,6 +9,7 @@ import torch
 from qsparse import kernels
 from qsparse.kernels import _load
 from qsparse.kernels import _train_mlp_grid_sm90 as grid
+from qsparse.kernels import _train_mlp_host as host
 from qsparse.kernels import _train_mlp_sm80 as sm80
 from qsparse.kernels import _train_mlp_sm90 as sm90
 from qsparse.kernels import _train_mlp_two_sm90 as two
@@ -224,10 +225,10 @@ def test_nan_in_one_weight_reaches_the_losses(place, layer, problem):
 @pytest.mark.parametrize("batch", [1, 64])
 @pytest.mark.parametrize("parts", [1, 2])
 def test_what_tiles_read_beyond_the_weights_is_scratch_memory(sizes, batch, parts):
-    table, scratch = sm80._layers(sizes, batch, parts, torch.device("cpu"))
+    table, scratch = host.layers(sizes, batch, parts, sm80.SPARE, 0, torch.device("cpu"))
     for inputs, outputs, _, copy, *_ in table.tolist()[:-1]:
-        lines = (parts - 1) * outputs + sm80._line(outputs)  # the kernel's product of the last part
-        assert copy + lines * sm80._line(inputs) <= scratch
+        lines = (parts - 1) * outputs + host.line(outputs, sm80.SPARE)  # the kernel's product of the last part
+        assert copy + lines * host.line(inputs, sm80.SPARE) <= scratch
 
 
 @pytest.mark.gpu
