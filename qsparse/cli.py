@@ -59,8 +59,11 @@ class _Group(TyperGroup):
     """Turns the user's mistakes and Ctrl-C into a sentence and an exit code."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        """Refuse an argument that is empty, as of a variable without a value: a path would be the current directory."""
-        for before, argument in zip(["", *args], args, strict=False):
+        """Refuse an argument that is empty, as of a variable without a value: a path would be the current directory.
+
+        Not while a shell completes a line, which is not run.
+        """
+        for before, argument in zip(["", *args], args, strict=False) if not ctx.resilient_parsing else ():
             if not argument or re.fullmatch(r"--[\w-]+=", argument):
                 name = argument.rstrip("=") or (before if before.startswith("-") else "an argument")
                 raise typer.BadParameter(f"{name} is empty: give it a value, or leave it out")

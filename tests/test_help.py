@@ -38,7 +38,11 @@ def test_the_version():
 
 @pytest.mark.parametrize(
     ("line", "offered"),
-    [("qsparse s", {"sensitivity", "search", "sweep", "sparsify"}), ("qsparse report --ht", {"--html"})],
+    [
+        ("qsparse s", {"sensitivity", "search", "sweep", "sparsify"}),
+        ("qsparse report --ht", {"--html"}),
+        ("qsparse report --title '' --ht", {"--html"}),
+    ],
 )
 def test_a_shell_completes(line, offered):
     words = {"COMP_WORDS": line, "COMP_CWORD": str(len(line.split()) - 1)}
