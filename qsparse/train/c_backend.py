@@ -48,8 +48,9 @@ def compiler() -> list[str]:
 
 
 def library_path() -> Path:
-    """Return where the compiled library is kept: its name tells the source, the flags and the CPU it is made for."""
-    key = hashlib.blake2b("\0".join((SOURCE.read_text(), *FLAGS, _cpu())).encode(), digest_size=16)
+    """Return where the compiled library is kept: its name tells the source, the flags, $CC and the CPU that it is for."""
+    made_of = SOURCE.read_text(), *FLAGS, os.environ.get("CC", ""), _cpu()
+    key = hashlib.blake2b("\0".join(made_of).encode(errors="surrogateescape"), digest_size=16)
     return cache_root() / "train" / f"mlp-{key.hexdigest()}.so"
 
 

@@ -352,11 +352,15 @@ class TestCompiling:
         c_backend.load()
         assert [each.name for each in path.parent.iterdir()] == [path.name]
 
-    def test_another_source_or_cpu_is_another_library(self, tmp_path, monkeypatch):
+    def test_another_source_compiler_or_cpu_is_another_library(self, tmp_path, monkeypatch):
+        monkeypatch.delenv("CC", raising=False)
         names = {c_backend.library_path().name}
         monkeypatch.setattr(c_backend, "_cpu", lambda: "another")
         names.add(c_backend.library_path().name)
         monkeypatch.setattr(c_backend, "SOURCE", tmp_path / "mlp.c")
         c_backend.SOURCE.write_text("int x;")
         names.add(c_backend.library_path().name)
-        assert len(names) == 3
+        for command in ("gcc -O1", "clang"):
+            monkeypatch.setenv("CC", command)
+            names.add(c_backend.library_path().name)
+        assert len(names) == 5
