@@ -48,7 +48,7 @@ def compiler() -> list[str]:
 
 
 def library_path() -> Path:
-    """Return where the compiled library is kept: its name tells the source, the flags, $CC and the CPU that it is for."""
+    """Return where the compiled library is kept: its name tells the source, the flags, $CC and the CPU it is for."""
     made_of = SOURCE.read_text(), *FLAGS, os.environ.get("CC", ""), _cpu()
     key = hashlib.blake2b("\0".join(made_of).encode(errors="surrogateescape"), digest_size=16)
     return cache_root() / "train" / f"mlp-{key.hexdigest()}.so"
