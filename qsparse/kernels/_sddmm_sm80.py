@@ -1,4 +1,4 @@
-"""The host side of ``sddmm_sm80.cu`` and ``sddmm_slab_sm80.cu``.
+"""The host side of ``sddmm_sm80.cu``, ``sddmm_slab_sm80.cu`` and ``sddmm_few_sm80.cu``.
 
 The face of the operation is :mod:`qsparse.kernels.sddmm`.
 """
@@ -16,21 +16,23 @@ from qsparse.kernels._load import launch, multiprocessors
 from qsparse.kernels._spmm_groups_sm90 import turned
 from qsparse.kernels._spmm_sm80 import INDICES, MATRIX, WEIGHTS, Plan, shared_budget, wide
 
-SOURCE, SLAB_SOURCE = "sddmm_sm80.cu", "sddmm_slab_sm80.cu"
+SOURCE, SLAB_SOURCE, FEW_SOURCE = "sddmm_sm80.cu", "sddmm_slab_sm80.cu", "sddmm_few_sm80.cu"
 _WIDTH = 128  # columns of a slab
 _CONSUMERS, _WARPS = 12, 16
 _MOST_ROWS = 192
 _LINE = 512  # bytes of a column's batch rows in a slab
-
+_FEW_THREADS = {8: 1024, 16: 512}  # of a block, by the batch rows that its lines have
 
 _SLAB_WARPS, _SLAB_STATIC, _SUM_BLOCK = 16, 4096, 256
 
 
 def instances() -> dict[str, tuple[str, ...]]:
-    """All kernels of both sources, by source."""
+    """All kernels, by source."""
     pairs = [(dtype, value, index) for dtype, value in C_FLOATS.items() for index in INDICES.values()]
     slabs = tuple(f"sddmm_slab<{value}, {index}, {_lane(dtype.itemsize)}>" for dtype, value, index in pairs)
+    few = (f"sddmm_few<{value}, {index}, {batch}>" for _, value, index in pairs for batch in _FEW_THREADS)
     return {
+        FEW_SOURCE: tuple(few),
         SOURCE: tuple(f"sddmm_tiles<{value}, {index}>" for _, value, index in pairs),
         SLAB_SOURCE: ("sddmm_sum", *slabs),
     }
@@ -111,10 +113,41 @@ def sddmm(dy, x, cols, row_offsets, plan: Plan | None) -> torch.Tensor:
     """The (nnz,) float32 sums of ``dy[:, n] * x[:, k]`` over the batch, of arrays that are checked."""
     (m, n), k = dy.shape, x.shape[1]
     budget, (_, processors) = shared_budget(x.device.index), multiprocessors(x.device.index)
+    if few_rows(m, k, x.element_size(), budget):
+        return run_few(dy, x, cols, row_offsets)
     slabs = choose_slabs(m, n, k, cols.numel(), x.element_size(), budget, processors)
     if slabs and slabs_pay(slabs, m, n, k, cols.numel()):
         return run_slabs(slabs, dy, x, cols, row_offsets, plan)
     return run_tiles(block_rows(n, k, cols.numel(), processors), dy, x, cols, row_offsets, plan)
+
+
+def few_rows(m: int, k: int, itemsize: int, budget: int) -> int:
+    """Batch rows of a line, where all of x fits a block's shared memory in lines of one column each; else 0."""
+    batch = next((batch for batch in _FEW_THREADS if m <= batch), 0)
+    return batch if batch * k * itemsize <= budget else 0
+
+
+def run_few(dy, x, cols, row_offsets) -> torch.Tensor:
+    """The same with all of x in every block, whatever W's pattern: for few rows, which :func:`few_rows` accepts."""
+    (m, n), k, nnz, itemsize = dy.shape, x.shape[1], cols.numel(), x.element_size()
+    _, processors = multiprocessors(x.device.index)
+    batch = few_rows(m, k, itemsize, shared_budget(x.device.index))
+    warps = _FEW_THREADS[batch] // 32
+    blocks = min(processors, -(-nnz // (32 * warps)))
+    share = -(-nnz // (blocks * warps * 32)) * 32
+    out = torch.empty(nnz, dtype=torch.float32, device=x.device)
+    entries = cols.data_ptr(), row_offsets.data_ptr(), out.data_ptr()
+    launch(
+        x.device,
+        FEW_SOURCE,
+        f"sddmm_few<{C_FLOATS[x.dtype]}, {INDICES[cols.dtype]}, {batch}>",
+        "PqqPqqPPPiiiii",
+        (x.data_ptr(), *x.stride(), dy.data_ptr(), *dy.stride(), *entries, m, n, k, nnz, share),
+        grid=blocks,
+        block=32 * warps,
+        shared=batch * k * itemsize,
+    )
+    return out
 
 
 def run_tiles(rows: int, dy, x, cols, row_offsets, plan: Plan | None) -> torch.Tensor:

@@ -92,6 +92,28 @@ def test_refuses_what_does_not_fit(device, normal, sparse):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(
+    ("size", "density"),
+    [((1, 1), 1.0), ((5, 7), 0.5), ((300, 500), 0.1), ((10_001, 300), 1e-4), ((1, 3000), 1.0), ((2000, 784), 4e-3)],
+    ids=str,
+)
+def test_few_rows_of_any_pattern(dtype, size, density, normal, sparse, to_numpy, assert_close):
+    """Shares that begin and end anywhere in rows of W: long, short and empty ones, and a dense one among empty ones."""
+    device = torch.device("cuda", 0)
+    w = sparse(*size, density)
+    w[len(w) // 2] = 1
+    n = np.nonzero(to_numpy(w))[0]
+    for index, m in ((torch.int32, 1), (torch.uint16, 8), (torch.int32, 9), (torch.uint16, 16)):
+        cols, offsets = pattern(w, device, index)
+        dy, x = (normal(m, width, dtype=dtype, device=device) for width in size)
+        reference = (to_numpy(dy).T @ to_numpy(x))[n, cols.int().cpu().numpy()]
+        assert_close(_sddmm_sm80.run_few(dy, x, cols, offsets), reference)
+        turned = dy.t().contiguous().t(), x.t().contiguous().t()
+        assert_close(_sddmm_sm80.run_few(*turned, cols, offsets), reference)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", DTYPES)
 def test_every_division(dtype, normal, sparse, to_numpy, assert_close):
     """Slabs of the batch in turn and side by side, slices of the columns, tiles; rows in parts and in no order."""
     device = torch.device("cuda", 0)
