@@ -152,6 +152,8 @@ def large_sparse() -> None:
         for tile in _spmm_sm80.tiles(dtype.itemsize, _spmm_sm80.shared_budget(0)):
             _spmm_sm80.run_tile(tile, 40, x, *arrays, bias, y, True, plan)
         _sddmm_sm80.run_tiles(50, dy, x, cols, offsets, plan)
+        for few, index in itertools.product((5, 16), (torch.int32, torch.uint16)):
+            _sddmm_sm80.run_few(dy[:few], x[:few], cols.to(index), offsets)
         for slices in (1, 8):
             choice = _sddmm_sm80.Slabs(37, slices, 1)
             if choice.shared(k) <= _spmm_sm80.shared_budget(0) and (slices == 1 or k >= slices * 128):
