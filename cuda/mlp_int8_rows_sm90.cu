@@ -15,24 +15,10 @@
 //                One buffer serves all layers: it is written again when all blocks of the cluster have multiplied.
 //   pairs        of outputs 2 a and 2 a + 1 fall to one thread (the tensor map interleaves the rows of w), so that
 //                stmatrix, which moves 16 bits, writes the transposed activations.
-#include "common/divide.cuh"
-#include "common/wgmma.cuh"
+#include "common/int8_rows_sm90.cuh"
 
-constexpr int LAYERS = 4;
-constexpr int HEAD = 64;  // rows of a last layer's weights that are loaded
-constexpr int ROW = 128;  // bytes of K in a stage and in a panel: the width of a swizzled row
-constexpr int WARPGROUP = 128, THREADS = 3 * WARPGROUP, CONSUMERS = 2 * WARPGROUP;
+constexpr int THREADS = 3 * WARPGROUP, CONSUMERS = 2 * WARPGROUP;
 constexpr int MOST_STAGES = 8;
-constexpr int LONGEST = 1024;  // elements of a row of x
-
-struct Maps { TensorMap w[LAYERS]; };
-
-struct Layer {
-    const float* scale_w;  // (N,), or one for step_w == 0
-    const float* bias;     // (N,) or null
-    const float* scale_x;  // static scale of the input, or null
-    int N, K, step_w, unused;
-};
 
 struct Network {
     Layer layer[LAYERS];
@@ -45,39 +31,7 @@ struct Network {
     int unused;
 };
 
-__device__ __forceinline__ int panels_of(int K) { return (K + ROW - 1) / ROW; }
-
 // --- instructions ---------------------------------------------------------------------------------------------------
-
-#define QSPARSE_NUMBERS_8 "%0, %1, %2, %3, %4, %5, %6, %7"
-#define QSPARSE_NUMBERS_40 \
-    QSPARSE_NUMBERS_8 ", %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, " \
-                      "%27, %28, %29, %30, %31, %32, %33, %34, %35, %36, %37, %38, %39"
-#define QSPARSE_WGMMA_S8(n, count, a_at, b_at, onto, ...) \
-    asm volatile( \
-        "{\n.reg .pred p;\nsetp.ne.b32 p, %" #onto ", 0;\n" \
-        "wgmma.mma_async.sync.aligned.m64n" #n "k32.s32.s8.s8 {" QSPARSE_NUMBERS_##count "}, %" #a_at ", %" #b_at \
-        ", p;\n}" \
-        : __VA_ARGS__ \
-        : "l"(a), "l"(b), "r"(accumulate))
-
-// d (64 x N) += a (64 x 32) · b (N x 32), as the wrappers of common/wgmma.cuh, for the N that divide a batch evenly.
-template <int N>
-__device__ __forceinline__ void wgmma_s8(int (&d)[N / 2], unsigned long long a, unsigned long long b, int accumulate) {
-    static_assert(N == 16 || N == 80, "a wrapper for this N is not written yet");
-    if constexpr (N == 16) QSPARSE_WGMMA_S8(16, 8, 8, 9, 10, QSPARSE_ACC8("+r", d, 0));
-    if constexpr (N == 80) QSPARSE_WGMMA_S8(80, 40, 40, 41, 42, QSPARSE_ACC32("+r", d, 0), QSPARSE_ACC8("+r", d, 32));
-}
-
-// The box at column k of w whose rows, in groups of 16, arrive as 0, 2, ..., 14, 1, 3, ..., 15; `group` is the first.
-__device__ __forceinline__ void tma_load_pairs(void* to, const TensorMap* map, unsigned long long* barrier, int k,
-                                               int group) {
-    asm volatile(
-        "cp.async.bulk.tensor.4d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%3, %4, %4, %5}], [%2];" ::"r"(
-            shared_address(to)),
-        "l"(map), "r"(shared_address(barrier)), "r"(k), "r"(0), "r"(group)
-        : "memory");
-}
 
 // Copy plain bytes to the same place in block `rank`'s shared memory, whose barrier counts them.
 __device__ __forceinline__ void bulk_send(const void* what, int bytes, unsigned long long* barrier, unsigned rank) {
@@ -111,18 +65,6 @@ __device__ __forceinline__ void cluster_wait(unsigned long long* barrier, unsign
         "}" ::"r"(shared_address(barrier)),
         "r"(parity)
         : "memory");
-}
-
-// Two 8x8 matrices of 16-bit values, transposed on their way to shared memory; lane i < 16 gives the address of row
-// i % 8 of matrix i / 8.
-__device__ __forceinline__ void stmatrix_x2_transposed(void* to, unsigned a, unsigned b) {
-    asm volatile("stmatrix.sync.aligned.m8n8.x2.trans.shared.b16 [%0], {%1, %2};" ::"r"(shared_address(to)), "r"(a),
-                 "r"(b)
-                 : "memory");
-}
-
-__device__ __forceinline__ unsigned packed(unsigned a, unsigned b, unsigned c, unsigned d) {  // of their low bytes
-    return __byte_perm(__byte_perm(a, b, 0x0040), __byte_perm(c, d, 0x0040), 0x5410);
 }
 
 // --- the input --------------------------------------------------------------------------------------------------------
@@ -168,11 +110,6 @@ __device__ __forceinline__ void prefetch_row(const char* row, int bytes) {
         asm volatile("prefetch.global.L2 [%0];" ::"l"(row + min(at, bytes - 16)));
 }
 
-// Bring bytes, a multiple of 16 at a multiple of 16, into L2.
-__device__ __forceinline__ void bulk_prefetch(const void* from, int bytes) {
-    asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(from), "r"(bytes) : "memory");
-}
-
 // Quantize `count` rows of x from row m0 on, those below M, into rows `first` and following of the panels at `act`, R rows
 // each, and their scales; rows beyond M become zeros. A warp takes one row after the other, the next one on its way; the
 // first warp, which has weights to load, comes last.
@@ -193,9 +130,8 @@ __device__ __forceinline__ void quantize_rows(char* act, float* scales, const vo
             if (r < exist && k < K) next[i] = *reinterpret_cast<const Piece<T>*>(x + static_cast<long long>(r) * K + k);
         }
     };
-    if (count <= THREADS / 32)  // else they are already on their way
-        for (int r = warp; r < min(count, exist); r += THREADS / 32)
-            prefetch_row(reinterpret_cast<const char*>(x + static_cast<long long>(r) * K), K * static_cast<int>(sizeof(T)));
+    for (int r = warp; r < min(count, exist); r += THREADS / 32)
+        prefetch_row(reinterpret_cast<const char*>(x + static_cast<long long>(r) * K), K * static_cast<int>(sizeof(T)));
     if (warp < count) load(warp);
 #pragma unroll 1
     for (int r = warp; r < count; r += THREADS / 32) {
@@ -232,13 +168,6 @@ __device__ __forceinline__ void quantize_input(char* act, float* scales, const v
     if (kind == 0) quantize_rows<float, R>(act, scales, x, m0, M, K, given, first, count);
     else if (kind == 1) quantize_rows<__half, R>(act, scales, x, m0, M, K, given, first, count);
     else quantize_rows<__nv_bfloat16, R>(act, scales, x, m0, M, K, given, first, count);
-}
-
-// Bring these rows into L2, by the copy engine: those that a warp can hold are too few to keep memory busy.
-__device__ __forceinline__ void prefetch_input(const void* x, long long m0, int M, int K, int kind, int count) {
-    const int bytes = K * (kind == 0 ? 4 : 2);
-    const int exist = static_cast<int>(max(0ll, min(static_cast<long long>(count), M - m0)));
-    if (exist > 0) bulk_prefetch(static_cast<const char*>(x) + m0 * bytes, exist * bytes);
 }
 
 // Send the rows that a block of a cluster of C has quantized, and their scales, to the other blocks.
@@ -473,8 +402,6 @@ mlp_int8_rows_sm90(const __grid_constant__ Maps maps, const __grid_constant__ Ne
     const int rank = C > 1 ? cluster_rank() : 0, last = net.layers - 1;
     const int warpgroup = threadIdx.x / WARPGROUP, lane = threadIdx.x % 32;
     const long long m0 = static_cast<long long>(blockIdx.x / C) * R;
-    if (SHARE > THREADS / 32 && threadIdx.x == 32)
-        prefetch_input(net.x, m0 + rank * SHARE, net.M, net.layer[0].K, net.kind, SHARE);
     if (threadIdx.x == 0) {
         for (int s = 0; s < net.stages; ++s) {
             mbarrier_init(&full[s], 1);

@@ -64,8 +64,7 @@ class Config:
         return taken + self.stages(panels) * self.slice * _ROW
 
 
-FEW, MANY = Config(16, 1, 2, 16), Config(80, 2, 1, 80)
-CONFIGS = FEW, MANY
+CONFIGS = (Config(16, 1, 2, 16),)
 INSTANCES = tuple(config.instance for config in CONFIGS)
 
 
@@ -82,18 +81,15 @@ def panels(sizes: tuple[int, ...], config: Config) -> int | None:
 
 
 @functools.lru_cache(maxsize=1024)
-def choose(sizes: tuple[int, ...], m: int, sms: int, static: bool) -> Config | None:
+def choose(sizes: tuple[int, ...], m: int, sms: int) -> Config | None:
     """The configuration for a network and a batch, or None where another kernel is faster or nothing fits.
 
-    ``static`` says that the hidden activations have static scales: without them the chain takes more rows than fit the
-    device at once in less time. By timings on an NVIDIA H200 that no rows hold yet: more than 64 rows of networks that
-    a block or two hold.
+    By timings on an NVIDIA H200, 2026-11-30, of 784-256-10: more than 64 rows of networks that a block or two hold, as
+    long as each block finds a multiprocessor of its own.
     """
-    if m <= 64:
-        return None
-    few = -(-m // FEW.rows) * FEW.blocks <= 2 * sms
-    config = FEW if few else MANY if static else None
-    return config if config and panels(sizes, config) else None
+    config = CONFIGS[0]
+    fits = m > 64 and -(-m // config.rows) * config.blocks <= sms
+    return config if fits and panels(sizes, config) else None
 
 
 def launch_mlp(x: torch.Tensor, layers: list[tuple], config: Config | None = None) -> torch.Tensor | None:
@@ -102,8 +98,7 @@ def launch_mlp(x: torch.Tensor, layers: list[tuple], config: Config | None = Non
     ``config`` is what ``choose`` would give, for measurements.
     """
     sizes = (x.shape[1], *(w.shape[0] for w, *_ in layers))
-    static = all(scale_x is not None for *_, scale_x in layers[1:])
-    config = config or choose(sizes, x.shape[0], multiprocessors(x.device.index)[1], static)
+    config = config or choose(sizes, x.shape[0], multiprocessors(x.device.index)[1])
     if config is None:
         return None
     count = panels(sizes, config)

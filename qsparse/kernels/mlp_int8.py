@@ -6,14 +6,15 @@ import contextlib
 
 import torch
 
-from qsparse.kernels import _mlp_int8_row_sm90, _mlp_int8_rows_sm90, _mlp_int8_sm90
+from qsparse.kernels import _mlp_int8_row_sm90, _mlp_int8_rows_sm90, _mlp_int8_sm90, _mlp_int8_tall_sm90
 from qsparse.kernels._face import C_FLOATS, check_same_device, check_tensor, face, kind_of
 from qsparse.kernels._load import following
 from qsparse.kernels.gemm_int8 import gemm_int8
 from qsparse.kernels.linear_int8 import linear_int8
 from qsparse.kernels.quantize_rows import quantize_rows
 
-HOSTS = (_mlp_int8_rows_sm90, _mlp_int8_row_sm90, _mlp_int8_sm90)  # each takes what it is fastest at
+# Each takes what it is fastest at.
+HOSTS = (_mlp_int8_tall_sm90, _mlp_int8_rows_sm90, _mlp_int8_row_sm90, _mlp_int8_sm90)
 SOURCES = {host.SOURCE: host.INSTANCES for host in HOSTS}
 
 

@@ -24,6 +24,7 @@ from qsparse.kernels import (
     _mlp_int8_row_sm90,
     _mlp_int8_rows_sm90,
     _mlp_int8_sm90,
+    _mlp_int8_tall_sm90,
     _sddmm_sm80,
     _spmm,
     _spmm_expand_sm90,
@@ -114,6 +115,8 @@ def networks() -> None:
             for config in _mlp_int8_rows_sm90.CONFIGS:
                 if _mlp_int8_rows_sm90.panels(sizes, config):
                     _mlp_int8_rows_sm90.launch_mlp(x, layers, config)
+            for config in _mlp_int8_tall_sm90.CONFIGS:
+                _mlp_int8_tall_sm90.launch_mlp(x, layers, config)
         kernels.linear_int8(x, weights[0][:10], scales[0][:10], biases[0][:10])
 
 

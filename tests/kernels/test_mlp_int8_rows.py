@@ -52,20 +52,6 @@ def test_has_the_bits_of_one_call_after_the_other(hopper, config, normal, intege
         assert_same_bits(sm90.launch_mlp(x.bfloat16(), layers, config), by_calls(x.bfloat16(), layers))
 
 
-@pytest.mark.gpu
-def test_what_is_chosen_has_the_bits_of_one_call_after_the_other(hopper, normal, integers, assert_same_bits):
-    fixed = torch.full((1,), 0.03, device=hopper)
-    parts = [
-        (integers(-127, 128, n, k, device=hopper), normal(n, device=hopper).abs() / 3000, normal(n, device=hopper))
-        for k, n in ((784, 256), (256, 10))
-    ]
-    weights, scales, biases = zip(*parts, strict=True)
-    x = normal(10_000, 784, dtype=torch.float16, device=hopper)
-    for m, scale_x in ((65, None), (1024, None), (10_000, None), (10_000, fixed)):
-        y = kernels.mlp_int8(x[:m], weights, scales, biases, input_scales=[scale_x] * 2)
-        assert_same_bits(y, by_calls(x[:m], [(*part, scale_x) for part in parts]))
-
-
 @pytest.mark.parametrize("config", sm90.CONFIGS, ids=str)
 def test_what_is_taken_fits(config):
     for sizes in NETWORKS:
@@ -75,9 +61,9 @@ def test_what_is_taken_fits(config):
         assert config.shared(count) <= sm90.SHARED
 
 
-def test_many_rows_are_taken_where_the_scales_are_static():
-    assert [sm90.choose((784, 256, 10), m, 132, False) for m in (1024, 10_000)] == [sm90.FEW, None]
-    assert [sm90.choose((784, 256, 10), m, 132, True) for m in (1024, 10_000)] == [sm90.FEW, sm90.MANY]
+def test_each_block_has_a_multiprocessor():
+    batches = {64: False, 65: True, 1024: True, 1056: True, 1057: False}
+    assert {m: sm90.choose((784, 256, 10), m, 132) is not None for m in batches} == batches
 
 
 def test_what_is_not_taken_is_left_to_others():
@@ -91,8 +77,7 @@ def test_what_is_not_taken_is_left_to_others():
         (0, 16, 1),
     ):
         assert not any(sm90.panels(sizes, config) for config in sm90.CONFIGS), sizes
-        assert sm90.choose(sizes, 1000, 132, True) is None
-    assert sm90.choose((784, 256, 10), 64, 132, True) is None
+        assert sm90.choose(sizes, 1000, 132) is None
     with pytest.raises(ValueError, match="cannot share out"):
         sm90.Config(80, 2, 4, 48)
     with pytest.raises(ValueError, match="do not fit"):
