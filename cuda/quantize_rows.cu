@@ -10,7 +10,7 @@
 //   symmetric     scale = absmax / 127, q in [-127, 127], zero point 0
 //   asymmetric    lo = min(0, x), hi = max(0, x): scale = hi / 255 - lo / 255, zero_point = rint(-lo / scale), q in
 //                 [0, 255]
-//   given scale   q is in the same ranges; the zero point is 0
+//   given scale   q is in the same ranges; the zero point is 0; scale is `told`, if that is not null
 //
 // A scale of a row below the smallest normal float becomes 1 (zeros quantize to zeros). A row with NaN or Inf gets a
 // NaN scale and zeros, so that whatever is computed from it is NaN, in that row alone.
@@ -136,9 +136,9 @@ __device__ __forceinline__ int store(const Pack<T, VEC>& values, unsigned char* 
 
 template <typename T, int VEC, int THREADS, int ITEMS>
 __global__ void __launch_bounds__(THREADS < LEAST_BLOCK ? LEAST_BLOCK : THREADS)
-quantize_rows(const T* __restrict__ x, long long ld, const float* __restrict__ given, unsigned char* __restrict__ q,
-              float* __restrict__ scale, int* __restrict__ zero_point, int* __restrict__ sums, long long M,
-              long long K, int mode) {
+quantize_rows(const T* __restrict__ x, long long ld, const float* __restrict__ given, const float* __restrict__ told,
+              unsigned char* __restrict__ q, float* __restrict__ scale, int* __restrict__ zero_point,
+              int* __restrict__ sums, long long M, long long K, int mode) {
     constexpr int ROWS = THREADS < LEAST_BLOCK ? LEAST_BLOCK / THREADS : 1;
     constexpr int STEP = THREADS * VEC, SPAN = STEP * ITEMS;
     let_successor_start();
@@ -180,7 +180,7 @@ quantize_rows(const T* __restrict__ x, long long ld, const float* __restrict__ g
     else if (s < 1.17549435e-38f) s = 1.0f;
     else if (mode & ASYMMETRIC && finite) zero = min(__float2int_rn(__fdiv_rn(low, s)), 255);
     if (thread == 0) {
-        scale[m] = finite ? s : not_a_number();
+        scale[m] = !finite ? not_a_number() : told ? *told : s;
         if (mode & ASYMMETRIC) zero_point[m] = zero;
     }
 

@@ -135,7 +135,21 @@ def _(x, scale, symmetric, relu, return_sums):
     return [q, *(x.new_empty(x.shape[0], dtype=dtype) for dtype in per_row)]
 
 
-def _launch(x, scale, relu: bool, q, scales, zeros, sums) -> None:
+def quantize_for(x, scale, told):
+    """What ``quantize_rows(x, scale)`` gives, with ``told`` (1,), the scale of a later layer, for each row.
+
+    A row that holds NaN or Inf is NaN there, so that a network of static layers loses it in the end.
+    """
+    if x.device.type == "cpu":
+        q, scales = quantize_rows(x, scale)
+        return q, torch.add(told, scales, alpha=0)
+    q = torch.empty(x.shape, dtype=torch.int8, device=x.device)
+    scales = torch.empty(x.shape[0], dtype=torch.float32, device=x.device)
+    _launch(x, scale, False, q, scales, None, None, told)
+    return q, scales
+
+
+def _launch(x, scale, relu: bool, q, scales, zeros, sums, told=None) -> None:
     x, _, ld = matrix(x, k_major=True)
     m, k = x.shape
     row_bytes = k * x.element_size()
@@ -145,11 +159,11 @@ def _launch(x, scale, relu: bool, q, scales, zeros, sums) -> None:
         x.device,
         SOURCE,
         config.instance(x.dtype),
-        "PqPPPPPqqi",
+        "PqPPPPPPqqi",
         (
             x.data_ptr(),
             ld,
-            *(0 if a is None else a.data_ptr() for a in (scale, q, scales, zeros, sums)),
+            *(0 if a is None else a.data_ptr() for a in (scale, told, q, scales, zeros, sums)),
             m,
             k,
             (0 if zeros is None else _ASYMMETRIC) | (_RELU if relu else 0),

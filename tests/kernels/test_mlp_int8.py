@@ -98,6 +98,17 @@ def test_what_overflows_in_between_is_lost_or_clipped(device, static, normal, ne
     assert_same_bits(y, expected(x, (weights, scales, biases), input_scales))
 
 
+@pytest.mark.parametrize("sizes", [MNIST, (784, 320, 160, 80, 10), (48, 1040, 16, 3)], ids=str)
+def test_chains_of_static_layers(device, sizes, normal, network, assert_same_bits):
+    """The rows that are lost are known to the first launch and told by the last."""
+    arrays, input_scales = network(sizes, device, range(len(sizes) - 1))
+    x = normal(70, sizes[0], device=device)
+    x[3, 1], x[5, 7], x[8] = NAN, INF, 0
+    y = kernels.mlp_int8(x, *arrays, input_scales=input_scales, one_launch=False)
+    assert y.isnan().all(1).nonzero().flatten().tolist() == [3, 5]
+    assert_same_bits(y, expected(x, arrays, input_scales))
+
+
 def test_extreme_scales(device, normal, network, assert_same_bits):
     """Rows whose scales lie near the ends of float32's range, and values just beside ties."""
     arrays, _ = network(MNIST, device)
