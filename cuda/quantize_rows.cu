@@ -180,7 +180,8 @@ quantize_rows(const T* __restrict__ x, long long ld, const float* __restrict__ g
     else if (s < 1.17549435e-38f) s = 1.0f;
     else if (mode & ASYMMETRIC && finite) zero = min(__float2int_rn(__fdiv_rn(low, s)), 255);
     if (thread == 0) {
-        scale[m] = !finite ? not_a_number() : told ? *told : s;
+        // NaN or Inf as the given scale spoils the row, too
+        scale[m] = !finite ? not_a_number() : told ? fmaf(0.0f, s, *told) : s;
         if (mode & ASYMMETRIC) zero_point[m] = zero;
     }
 

@@ -107,6 +107,11 @@ def test_chains_of_static_layers(device, sizes, normal, network, assert_same_bit
     y = kernels.mlp_int8(x, *arrays, input_scales=input_scales, one_launch=False)
     assert y.isnan().all(1).nonzero().flatten().tolist() == [3, 5]
     assert_same_bits(y, expected(x, arrays, input_scales))
+    for scale in (NAN, INF):  # no number as the first scale: all rows are lost
+        no_number = [torch.full((1,), scale, device=device), *input_scales[1:]]
+        y = kernels.mlp_int8(x, *arrays, input_scales=no_number, one_launch=False)
+        assert y.isnan().all()
+        assert_same_bits(y, expected(x, arrays, no_number))
 
 
 def test_extreme_scales(device, normal, network, assert_same_bits):
