@@ -6,7 +6,7 @@
 // Each entry is read and written once, and what else it needs is near: all of x, turned to lines of a column each, lies
 // in shared memory, and dy of 32 rows of W, a row a lane, in a warp's registers. A warp has `share` neighbouring entries,
 // wherever rows begin, so that no pattern is worse than another: it finds its first row by asking for 32 offsets at a
-// time while x is on its way, and lanes take an entry each.
+// time while x is on its way, and so it does where empty rows lie between; lanes take an entry each.
 
 #include "common/numeric.cuh"
 #include "common/shared.cuh"
@@ -34,7 +34,8 @@ sddmm_few(const T* __restrict__ x, long long x_row, long long x_column, const T*
     const int lane = threadIdx.x % WARP;
     const long long first = (blockIdx.x * static_cast<long long>(THREADS / WARP) + threadIdx.x / WARP) * share;
     const int begin = static_cast<int>(min(first, static_cast<long long>(nnz)));
-    const int end = static_cast<int>(min(first + share, static_cast<long long>(nnz)));
+    const int end = static_cast<int>(min(first + share, static_cast<long long>(nnz))) - begin;
+    cols += begin, out += begin;  // from here on the warp's first entry is entry 0: no sum goes beyond an int
 
     unsigned columns[AHEAD];
     const auto ask = [&](int from) {
@@ -44,7 +45,7 @@ sddmm_few(const T* __restrict__ x, long long x_row, long long x_column, const T*
             columns[i] = at < end ? static_cast<unsigned>(cols[at]) : 0;
         }
     };
-    ask(begin);
+    ask(0);
 
     for (int i = threadIdx.x; i < K * CHUNKS; i += THREADS) {
         const int k = i % K, chunk = i / K;
@@ -57,20 +58,23 @@ sddmm_few(const T* __restrict__ x, long long x_row, long long x_column, const T*
         *reinterpret_cast<uint4*>(shared + chunk_of_line<LINE>(k, chunk)) = *reinterpret_cast<const uint4*>(line);
     }
 
-    // The last row that begins at or before `begin` is in [row, row + 32) in the end.
-    int row = 0, rest = N;
-    while (rest > WARP && begin < end) {
-        const int step = (rest + WARP - 1) / WARP, at = row + step * (lane + 1);
-        const bool before = at < row + rest && row_offsets[at] <= begin;
-        const int steps = __popc(__ballot_sync(~0u, before));
-        rest = min(step, rest - steps * step);
-        row += steps * step;
-    }
+    unsigned row = 0;  // of 32 that the warp looks at; not beyond the last row that begins at or before what it looks for
+    // Move on until entry `at` is of one of the 32.
+    const auto seek = [&](int at) {
+        unsigned rest = N - row;
+        while (rest > WARP) {
+            const unsigned step = (rest + WARP - 1) / WARP, skip = step * (lane + 1);
+            const bool before = skip < rest && row_offsets[row + skip] - begin <= at;
+            const unsigned passed = __popc(__ballot_sync(~0u, before)) * step;
+            rest = min(step, rest - passed);
+            row += passed;
+        }
+    };
     int row_end = 0;  // of row `row` + lane; beyond the last row, as of the last
     T dys[BATCH];     // of that row
     const auto look = [&] {
-        const int n = row + lane;
-        row_end = row_offsets[min(n, N - 1) + 1];
+        const unsigned n = row + lane;
+        row_end = row_offsets[min(n, N - 1u) + 1] - begin;
 #pragma unroll
         for (int m = 0; m < BATCH; ++m)
             dys[m] = m < M && n < N ? dy[m * dy_row + n * dy_column] : from_float<T>(0.0f);
@@ -80,16 +84,20 @@ sddmm_few(const T* __restrict__ x, long long x_row, long long x_column, const T*
     // The row that entry `at` belongs to: its dy to every lane, and where it ends.
     const auto find = [&](int at) {
         unsigned after;
-        while (!(after = __ballot_sync(~0u, row_end > at))) row += WARP, look();
+        for (bool near = true; !(after = __ballot_sync(~0u, row_end > at)); near = false) {
+            row += WARP;
+            if (!near) seek(at);  // nor the next 32: most likely they are empty
+            look();
+        }
         const int from = __ffs(after) - 1;
         now_end = __shfl_sync(~0u, row_end, from);
 #pragma unroll
         for (int m = 0; m < BATCH; ++m) now[m] = __shfl_sync(~0u, to_float(dys[m]), from);
     };
-    if (begin < end) look(), find(begin);
+    if (end > 0) seek(0), look(), find(0);
     __syncthreads();
 
-    for (int base = begin; base < end; base += AHEAD * WARP) {
+    for (int base = 0; base < end; base += AHEAD * WARP) {
         unsigned here[AHEAD];
 #pragma unroll
         for (int i = 0; i < AHEAD; ++i) here[i] = columns[i];
@@ -98,7 +106,7 @@ sddmm_few(const T* __restrict__ x, long long x_row, long long x_column, const T*
         for (int i = 0; i < AHEAD; ++i) {
             const int chunk_begin = base + i * WARP, chunk_end = min(chunk_begin + WARP, end), at = chunk_begin + lane;
             if (chunk_begin >= end) break;
-            T line[BATCH];
+            alignas(16) T line[BATCH];
 #pragma unroll
             for (int c = 0; c < CHUNKS; ++c)
                 *reinterpret_cast<uint4*>(line + c * IN_CHUNK) =

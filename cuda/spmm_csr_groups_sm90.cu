@@ -64,7 +64,7 @@ spmm_csr_group_parts(const int* __restrict__ row_offsets, Part* __restrict__ par
     for (long long n0 = 0; n0 < N; n0 += PLAN_BLOCK) {
         const long long n = n0 + threadIdx.x;
         const int begin = n < N ? row_offsets[n] : 0, length = n < N ? row_offsets[n + 1] - begin : 0;
-        const int count = n < N ? max(1, (length + limit - 1) / limit) : 0;
+        const int count = n < N ? (length - 1) / limit + 1 : 0;  // 1 of an empty row
         int sum = count;  // over the warp up to this lane, then over the block up to this warp
         for (int step = 1; step < WARP; step *= 2) {
             const int other = __shfl_up_sync(~0u, sum, step);
@@ -94,7 +94,7 @@ template <int WINDOW, typename I, typename USE>
 __device__ __forceinline__ void each_entry(const I* cols, const Part* parts, int count, long long k0, const USE& use) {
     for (int r = threadIdx.x / WARP; r < count; r += ORDER_BLOCK / WARP) {
         const Part part = parts[r];
-        for (int i = part.begin + threadIdx.x % WARP; i < part.end; i += WARP) {
+        for (unsigned i = part.begin + threadIdx.x % WARP; i < part.end; i += WARP) {
             const long long k = static_cast<long long>(cols[i]) - k0;
             if (k >= 0 && k < WINDOW) use(i, r, static_cast<int>(k));
         }

@@ -31,7 +31,7 @@ spmm_csr_parts(const int* __restrict__ row_offsets, Part* __restrict__ parts, in
     int before_all = 0;
     for (long long n0 = 0; n0 < N; n0 += PLAN_BLOCK) {
         const long long n = n0 + threadIdx.x;
-        const int count = n < N ? max(1, (row_offsets[n + 1] - row_offsets[n] + limit - 1) / limit) : 0;
+        const int count = n < N ? (row_offsets[n + 1] - row_offsets[n] - 1) / limit + 1 : 0;  // 1 of an empty row
         int sum = count;  // over the warp up to this lane, then over the block up to this warp
         for (int step = 1; step < WARP; step *= 2) {
             const int other = __shfl_up_sync(~0u, sum, step);
@@ -74,7 +74,7 @@ spmm_csr_segments(const I* __restrict__ cols, const int* __restrict__ row_offset
     const int lane = threadIdx.x % WARP;
     const int begin = row_offsets[n], end = row_offsets[n + 1];
     bool falls = false;
-    for (int i = begin + 1 + lane; i < end; i += WARP) falls |= cols[i] < cols[i - 1];
+    for (unsigned i = begin + 1u + lane; i < end; i += WARP) falls |= cols[i] < cols[i - 1];
     const bool ascending = !__any_sync(~0u, falls);
     const int v0 = first[n], count = first[n + 1] - v0;
     for (int p = lane; p < count; p += WARP) {

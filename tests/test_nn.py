@@ -333,6 +333,38 @@ def test_case_15_bad_indices_are_refused_when_set_and_when_loaded(device):
         nn.SparseLinear.from_csr(values, rows, csr.row_offsets.clamp(max=3), shape=(4, 4))
 
 
+@pytest.mark.parametrize("kind", ["csr", "coo", "int8"])
+def test_a_pattern_outlives_a_load_of_the_same(kind, device):
+    """A captured CUDA graph reads what the layer found out about its pattern: the same pattern must not let it go."""
+    weight = torch.where(torch.rand(33, 50) < 0.2, torch.randn(33, 50), 0)
+    csr, coo, _ = sparse_layers(weight, None, None, device)
+    scale = torch.ones(33, device=device)
+    arrays = torch.ones(csr.nnz, dtype=torch.int8, device=device), csr.col_indices, csr.row_offsets
+    int8 = nn.QuantSparseLinear.from_integers(*arrays, scale, shape=(33, 50))
+    layer = {"csr": csr, "coo": coo, "int8": int8}[kind]
+    pattern, x = layer.pattern(), torch.randn(20, 50, device=device)
+    kept = [getattr(pattern.transposed, name).data_ptr() for name in ("order", "cols", "offsets")]
+    plan, offsets = pattern.plan, pattern.offsets.data_ptr()
+    state = {name: value.cpu().clone() for name, value in layer.state_dict().items()}
+    state["values"] *= 2
+    y = layer(x)
+    layer.load_state_dict(state)
+    assert layer.pattern() is pattern
+    assert pattern.plan is plan
+    assert pattern.offsets.data_ptr() == offsets
+    assert [getattr(pattern.transposed, name).data_ptr() for name in ("order", "cols", "offsets")] == kept
+    torch.testing.assert_close(layer(x), 2 * y)
+
+    name = "cols" if kind == "coo" else "col_indices"
+    state[name] = (49 - state[name].int()).to(state[name].dtype)
+    layer.load_state_dict(state)
+    assert layer.pattern() is not pattern
+    torch.testing.assert_close(layer(x.flip(1)), 2 * y)
+    other = layer.pattern()
+    layer.load_state_dict(state, assign=True)
+    assert layer.pattern() is not other
+
+
 # --- every layer ----------------------------------------------------------------------------------------------------
 
 

@@ -97,6 +97,11 @@ def choose(m: int, n: int, k: int, nnz: int, tile: Tile, room: int, processors: 
     return 4.4 + clocks(best) / 1980, best  # µs of a launch, clocks a µs
 
 
+def longest_part(n: int, nnz: int) -> int:
+    """Entries up to which a row of a plan stays in one piece; kernels take it as an int."""
+    return min(max(_LONGEST_PART, 4 * -(-nnz // max(n, 1))), 2**31 - 1)
+
+
 class Plan:
     """The order of W's entries, for one pattern: made once, used by every product. Values may change.
 
@@ -107,7 +112,7 @@ class Plan:
     def __init__(self, cols, row_offsets, shape, look: bool = True):
         (n, self.k), device, nnz = shape, cols.device, cols.numel()
         self.cols = cols
-        self.limit = max(_LONGEST_PART, 4 * -(-nnz // max(n, 1)))
+        self.limit = longest_part(n, nnz)
         self.virtual = n + nnz // self.limit
         self.parts = torch.empty((self.virtual, 5), dtype=torch.int32, device=device)
         self.first = torch.empty(n + 1, dtype=torch.int32, device=device)

@@ -24,7 +24,6 @@ _BATCHES = (1, 4, 8)  # rows of x that a block of the small kernel may hold
 _CONSUMERS, _WARPS, _PLAN_BLOCK, _SEGMENTS_BLOCK, _SMALL_BLOCK = 12, 16, 1024, 256, 512
 _STATIC_SHARED = 12288  # bytes that the kernels declare themselves, at most
 _MOST_STAGES = 4
-_LONGEST_PART = 512  # a row of up to so many entries, or four times the mean, stays in one piece
 _MOST_SMALL_ROWS = 1024
 _SLAB_PLAN_US = 26  # on an H200, where blocks that divide K need a plan that is not kept
 DENSE = "dense"
@@ -125,7 +124,7 @@ class Plan:
         self._given = cols, row_offsets
         cols, row_offsets = rows(cols), rows(row_offsets)
         self.n, self.nnz, self.cols, self.row_offsets = n, cols.numel(), cols, row_offsets
-        self.limit = max(_LONGEST_PART, 4 * -(-self.nnz // max(n, 1)))
+        self.limit = _spmm_groups_sm90.longest_part(n, self.nnz)
         self.most_parts = n + self.nnz // self.limit
         self.first = torch.empty(n + 1, dtype=torch.int32, device=cols.device)
         self.parts = torch.empty((self.most_parts, 4), dtype=torch.int32, device=cols.device)
@@ -194,7 +193,8 @@ def spmm(x, values, cols, row_offsets, bias, n: int, relu: bool, columns: bool, 
 def _hopper_choice(x, n: int, nnz: int, plan: Plan | None, columns: bool, ieee: bool):
     """What takes the least time on an H200: a choice of slabs or of groups, `DENSE`, or None for tiles.
 
-    `DENSE` is W written out and multiplied on the tensor cores: row-major only, and in float32 not with ``ieee``.
+    `DENSE` is W written out and multiplied on the tensor cores: row-major only, in float32 not with ``ieee``, and in
+    halves only where their `gemm` takes x.
     """
     (m, k), itemsize = x.shape, x.element_size()
     _, processors = multiprocessors(x.device.index)
@@ -203,13 +203,26 @@ def _hopper_choice(x, n: int, nnz: int, plan: Plan | None, columns: bool, ieee: 
     if x.dtype != torch.float32:
         if us < dense_us:
             return choice
-        return DENSE if not columns and _spmm_expand_sm90.pays(x.dtype, m, n, k, nnz) else None
+        dense = not columns and _in_vectors(x) and _spmm_expand_sm90.pays(x.dtype, m, n, k, nnz)
+        return DENSE if dense else None
     if choice and choice.split > 1 and plan is None:
         us += _SLAB_PLAN_US
     groups_us, groups = _spmm_groups_sm90.expected(m, n, k, nnz, plan and plan.groups, processors)
     if groups_us < us:
         us, choice = groups_us, groups
     return DENSE if not (ieee or columns) and min(m, n) >= 128 and dense_us < us else choice
+
+
+def _in_vectors(x) -> bool:
+    """Whether x, as `matrix` gives it, starts on 16 bytes in each row (or column, if those are contiguous)."""
+    m, k = x.shape
+    if x.stride(1) == 1 and x.stride(0) >= k:
+        start, stride = x.data_ptr(), x.stride(0)
+    elif x.stride(0) == 1 and x.stride(1) >= m:
+        start, stride = x.data_ptr(), x.stride(1)
+    else:
+        start, stride = 0, k  # of the copy that it makes
+    return not (start % 16 or stride * x.element_size() % 16)
 
 
 def wide(x, k_major: bool, stride: int) -> bool:

@@ -98,7 +98,14 @@ class SparseStorage(InferenceLinear):
 
     def __init__(self, *options, **buffers: torch.Tensor):
         super().__init__(*options, **buffers)
-        self.register_load_state_dict_post_hook(lambda layer, _: layer.check())
+        self.register_load_state_dict_pre_hook(lambda layer, *_: layer._before_load())
+        self.register_load_state_dict_post_hook(lambda layer, _: layer._after_load())
+
+    def _before_load(self) -> None:
+        """What ``load_state_dict`` does before it sets the arrays."""
+
+    def _after_load(self) -> None:
+        self.check()
 
     def _holding(self, **arrays: torch.Tensor | None) -> Self:
         """This layer with these very arrays, checked."""

@@ -19,7 +19,9 @@ class SparseLinear(SparseStorage):
     when they are set by ``from_csr``, ``from_coo`` or ``load_state_dict``, and not again at each call.
 
     ``make_trainable`` turns ``values`` and ``bias`` into parameters. Gradients are computed where an entry is stored
-    and nowhere else: no dense gradient is ever made. What the kernels find out about the pattern is kept between calls.
+    and nowhere else: no dense gradient is ever made. What the kernels find out about the pattern is kept between calls,
+    and over a ``load_state_dict`` that copies the same pattern into the layer: a captured CUDA graph then computes with
+    the new values. Another pattern, or ``assign=True``, lets go of what the graph reads: capture it again.
     """
 
     values: torch.Tensor
@@ -48,6 +50,7 @@ class SparseLinear(SparseStorage):
         super().__init__(in_features, out_features, bias, activation, dtype, **buffers)
         self.format = format
         self._pattern: Pattern | None = None  # of the indices that were checked last
+        self._before: tuple[torch.Tensor, ...] = ()  # those indices, while others may be loaded
 
     @classmethod
     def from_csr(cls, values, col_indices, row_offsets, *, shape, bias=None, activation=None) -> SparseLinear:
@@ -77,6 +80,19 @@ class SparseLinear(SparseStorage):
             raise ValueError("rows must ascend")
         self._spmm(self.values.new_zeros(0, self.in_features), check=True)  # the face's own checks; no row, no work
 
+    def _before_load(self) -> None:
+        self._before = () if self._pattern is None else tuple(array.clone() for array in self._indices())
+
+    def _after_load(self) -> None:
+        pattern, before, self._before = self._pattern, self._before, ()
+        self.check()
+        if pattern and before and pattern.of(self._indices()) and all(map(_same, before, self._indices())):
+            self._pattern = pattern
+
+    def _indices(self) -> tuple[torch.Tensor, torch.Tensor]:
+        first, second = _INDEX_NAMES[self.format]
+        return getattr(self, first), getattr(self, second)
+
     @property
     def nnz(self) -> int:
         return self.values.numel()
@@ -101,7 +117,7 @@ class SparseLinear(SparseStorage):
 
         Finding out waits for the GPU, so call the layer once before it is captured.
         """
-        indices = tuple(getattr(self, name) for name in _INDEX_NAMES[self.format])
+        indices = self._indices()
         if self._pattern is None or not self._pattern.of(indices):
             if indices[0].is_cuda and torch.cuda.is_current_stream_capturing():
                 return None
@@ -135,6 +151,10 @@ class SparseLinear(SparseStorage):
 
     def describe(self) -> dict:
         return {**describe(self, self.values.dtype), "nnz": self.nnz, "format": self.format}
+
+
+def _same(indices: torch.Tensor, others: torch.Tensor) -> bool:
+    return torch.equal(indices.int(), others.int())  # not every device compares uint16
 
 
 class _SparseFunction(torch.autograd.Function):

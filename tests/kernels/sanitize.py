@@ -157,6 +157,9 @@ def large_sparse() -> None:
         _sddmm_sm80.run_tiles(50, dy, x, cols, offsets, plan)
         for few, index in itertools.product((5, 16), (torch.int32, torch.uint16)):
             _sddmm_sm80.run_few(dy[:few], x[:few], cols.to(index), offsets)
+        far = (torch.arange(n + 1, device=DEVICE) / n).ceil().int()  # 1 entry in row 0, no other but in the last row
+        far[n] = 2
+        _sddmm_sm80.run_few(dy[:5], x[:5], cols[:2], far)
         for slices in (1, 8):
             choice = _sddmm_sm80.Slabs(37, slices, 1)
             if choice.shared(k) <= _spmm_sm80.shared_budget(0) and (slices == 1 or k >= slices * 128):
@@ -172,8 +175,9 @@ def large_sparse() -> None:
     if kernels.spmm_csr.tier(DEVICE) == "sm90":
         values, cols, offsets = random_csr(401, 1001)
         x, y, bias = normal(333, 1001), normal(333, 401), normal(401)
-        for look, split, turns in itertools.product((False, True), (1, 2, 8), (False, True)):
-            plan = _spmm_groups_sm90.Plan(cols, offsets, (401, 1001), look)
+        cols[int(offsets[200])] = cols[int(offsets[200]) + 1]  # a column repeats
+        for look, split, turns in itertools.product((False, True), (1, 2, 4, 8), (False, True)):
+            plan = _spmm_groups_sm90.Plan(cols.to(torch.uint16) if turns else cols, offsets, (401, 1001), look)
             _spmm_groups_sm90.run(_spmm_groups_sm90.Choice(9, split, turns), x, values, bias, y, True, plan)
 
 

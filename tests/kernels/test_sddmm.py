@@ -114,6 +114,20 @@ def test_few_rows_of_any_pattern(dtype, size, density, normal, sparse, to_numpy,
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", DTYPES)
+def test_few_rows_among_hundreds_of_thousands_of_empty_ones(dtype, normal, to_numpy, assert_close):
+    """The way to a warp's first row, and from one to the next over any number of empty ones."""
+    device, size, cols = torch.device("cuda", 0), 200_000, [3, 90]
+    dy, x = (normal(16, width, dtype=dtype, device=device) for width in (size, 100))
+    for rows in ([100_001, 199_999], [0, 199_999], [0, 64], [31, 32], [150_000, 150_000], [1, 100_000]):
+        offsets = torch.searchsorted(torch.tensor(rows), torch.arange(size + 1)).int().to(device)
+        for m in (1, 16):
+            reference = (to_numpy(dy[:m, rows]) * to_numpy(x[:m, cols])).sum(axis=0)
+            out = _sddmm_sm80.run_few(dy[:m], x[:m], torch.tensor(cols, dtype=torch.int32, device=device), offsets)
+            assert_close(out, reference)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", DTYPES)
 def test_every_division(dtype, normal, sparse, to_numpy, assert_close):
     """Slabs of the batch in turn and side by side, slices of the columns, tiles; rows in parts and in no order."""
     device = torch.device("cuda", 0)

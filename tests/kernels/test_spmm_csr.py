@@ -2,6 +2,7 @@
 
 import functools
 import itertools
+import struct
 
 import numpy as np
 import pytest
@@ -393,10 +394,64 @@ def test_every_choice_of_groups_fits_a_hopper_card():
     assert first.stages(12, 12 * first.width) >= 2  # what plans rely on that do not look
 
 
+@pytest.mark.parametrize("nnz", [1, 511, 2**29, 2**31 - 1])
+@pytest.mark.parametrize("n", [1, 2, 3, 1000, 2**20])
+def test_the_longest_part_is_an_int_however_many_entries_there_are(n, nnz):
+    limit = _spmm_groups_sm90.longest_part(n, nnz)
+    struct.pack("i", limit)
+    assert limit >= min(nnz, 512)
+    assert limit >= min(4 * nnz / n, 2**31 - 1)
+
+
+def test_both_plans_take_a_row_of_any_length(monkeypatch):
+    """What is launched with it fits the kernels' arguments."""
+    packed = []
+
+    def launch(device, source, instance, formats, arguments, **options):
+        packed.append(struct.pack("@" + formats, *arguments))
+
+    for module in (_spmm_sm80, _spmm_groups_sm90):
+        monkeypatch.setattr(module, "launch", launch)
+    nnz = 2**31 - 1
+    cols = torch.zeros(1, dtype=torch.int32, device="meta").expand(nnz)
+    offsets = torch.zeros(2, dtype=torch.int32, device="meta")
+    monkeypatch.setattr(torch.Tensor, "data_ptr", lambda tensor: 0)
+    for plan in (
+        _spmm_sm80.Plan(cols, offsets, (1, 100), look=False),
+        _spmm_groups_sm90.Plan(cols, offsets, (1, 100), look=False),
+    ):
+        assert plan.limit == nnz
+    assert len(packed) == 5
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_halves_are_multiplied_densely_only_where_the_tensor_cores_take_x(dtype, monkeypatch):
+    monkeypatch.setattr(_spmm_sm80, "multiprocessors", lambda device: (9, 132))
+    n, k = 1024, 785
+
+    def choice(x, columns=False):
+        assert x.shape == (4096, k)
+        return _spmm_sm80._hopper_choice(x, n, n * k // 10, None, columns, True)
+
+    wide, tall = torch.empty(4096, 800, dtype=dtype), torch.empty(800, 4104, dtype=dtype)
+    for x in (wide[:, :k], wide[:, 8 : k + 8], tall[:k, :4096].t(), tall[:k, 8:4104].t()):
+        assert choice(x) == _spmm_sm80.DENSE
+        assert choice(x, columns=True) != _spmm_sm80.DENSE
+    odd = torch.empty(785, 4097, dtype=dtype)
+    for x in (
+        torch.empty(4096, k, dtype=dtype),
+        wide[:, 1 : k + 1],  # begins between
+        odd[:, 1:].t(),
+        torch.empty(8192, k, dtype=dtype)[::2],
+        torch.empty(4096, 2 * k, dtype=dtype)[:, ::2],  # copied
+    ):
+        assert choice(x) != _spmm_sm80.DENSE
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("look", [False, True])
 @pytest.mark.parametrize("density", [0.2, 0.9])
-@pytest.mark.parametrize("split", [1, 2, 8])
+@pytest.mark.parametrize("split", [1, 2, 4, 8])
 def test_every_tile_of_groups(look, density, split, normal, sparse, to_numpy, assert_close):
     """Rows and slabs that do not fill a block, rows that are split, both directions of x and y, both ways to turn x."""
     if torch.cuda.get_device_capability()[0] != 9:
@@ -430,6 +485,47 @@ def uneven(n: int, k: int, dtype, device, normal, sparse):
     rows = np.repeat(np.arange(n), np.diff(offsets.numpy()))
     dense = scipy.sparse.coo_array((values.double().numpy(), (rows, cols.numpy())), shape=(n, k)).toarray()
     return (values.to(device), cols.to(device), offsets.to(device)), dense
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("look", [False, True])
+@pytest.mark.parametrize("index", [torch.int32, torch.uint16], ids=str)
+def test_groups_of_repeated_columns_and_what_is_not_finite(look, index, normal, sparse, to_numpy, assert_close):
+    """Parts with repeated columns among others in every division of K; NaN and Inf meet stored entries only."""
+    if torch.cuda.get_device_capability()[0] != 9:
+        pytest.skip("no Hopper GPU")
+    (values, cols, offsets), dense = uneven(401, 1001, torch.float32, "cuda", normal, sparse)
+    repeats = torch.zeros(401, dtype=torch.bool, device="cuda")
+    repeats[[1, 4, 36, 200, 400]] = True
+    for n in (1, 36, 200, 400):  # the first is in parts
+        at = int(offsets[n])
+        dense[n, int(cols[at])] -= float(values[at])
+        dense[n, int(cols[at + 5])] += float(values[at])
+        cols[at] = cols[at + 5]
+    plan = _spmm_groups_sm90.Plan(cols.to(index), offsets, dense.shape, look)
+    found = torch.zeros(401, dtype=torch.bool, device="cuda")
+    parts = plan.parts[: int(plan.first[401])]
+    found[parts[parts[:, 4] == 1, 0].long()] = True
+    assert torch.equal(found, repeats)
+    x, bias = normal(300, 1001, device="cuda"), normal(401, device="cuda")
+    clean = to_numpy(x) @ dense.T + to_numpy(bias)
+    rows = torch.repeat_interleave(torch.arange(401, device="cuda"), offsets.diff().long())
+    stored = torch.zeros(401, 1001, dtype=torch.bool, device="cuda")
+    stored[rows, cols.long()] = True
+    own, shared = int(cols[int(offsets[36])]), 7  # a column that repeats, and another
+    x[1, own], x[299, shared] = NAN, INF
+    touched = torch.zeros(300, 401, dtype=torch.bool, device="cuda")
+    touched[1], touched[299] = stored[:, own], stored[:, shared]
+    assert touched[1, 36]
+    assert not touched.all(dim=1).any()
+    untouched = ~touched
+    reference = clean[untouched.cpu().numpy()]
+    for split, turns in itertools.product((1, 2, 4, 8), (False, True)):
+        choice = _spmm_groups_sm90.Choice(5, split, turns)
+        y = x.new_full((300, 401), NAN)
+        _spmm_groups_sm90.run(choice, x, values, bias, y, False, plan)
+        assert torch.equal(y.isfinite(), untouched)
+        assert_close(y[untouched], reference)
 
 
 @pytest.mark.gpu
