@@ -76,6 +76,24 @@ def test_linear_backward_of_what_is_needed_only(device):
         assert not layer(x).requires_grad
 
 
+def test_negative_views_come_in_and_go_back_as_their_values(device):
+    """Complex numbers before and after a layer: their conjugates' imaginary parts lie in memory with the other sign."""
+    weight = torch.randn(4, 6, device=device)
+    linear, sparse = nn.Linear(6, 4, bias=False).to(device), sparse_layers(weight, None, None, device)[0]
+    linear.weight.data.copy_(weight)
+    x = torch.randn(3, 6, dtype=torch.complex64, device=device).conj().imag
+    factor = torch.randn(3, 4, dtype=torch.complex64, device=device)
+    assert x.is_neg()
+    for layer in (linear, sparse):
+        plain, negative = (a.requires_grad_() for a in (x.resolve_neg(), x.detach()))
+        assert negative.is_neg()
+        for value in (plain, negative):
+            y = layer(value)
+            assert error(y, x @ weight.t()) < 1e-6
+            (torch.complex(torch.zeros_like(y), y).conj() * factor).real.sum().backward()  # as a negative view
+            assert error(value.grad, factor.imag @ weight) < 1e-6
+
+
 def test_linear_starts_as_pytorch_s():
     torch.manual_seed(4)
     layer = nn.Linear(9, 5)

@@ -149,7 +149,10 @@ def check_plain(name: str, array: np.ndarray) -> None:
 
 
 def check_tensor(name: str, value, dtypes: tuple[torch.dtype, ...], shape: tuple[int | None, ...]) -> None:
-    """Raise TypeError or ValueError unless ``value`` is a tensor of an allowed dtype and shape (None: any size)."""
+    """Raise TypeError or ValueError unless ``value`` is a tensor of an allowed dtype and shape (None: any size).
+
+    Its memory holds its values: kernels read nothing else.
+    """
     if not isinstance(value, torch.Tensor):
         raise TypeError(f"{name} must be an array, of the same library as the others, got {kind_of(value)}")
     if type(value) is not torch.Tensor and type(value).__torch_dispatch__ is not torch.Tensor.__torch_dispatch__:
@@ -166,6 +169,12 @@ def check_tensor(name: str, value, dtypes: tuple[torch.dtype, ...], shape: tuple
         raise ValueError(f"{name} must have shape ({wanted}), got {tuple(value.shape)}")
     if value.device.type not in ("cpu", "cuda"):
         raise ValueError(f"{name} must be on the CPU or on a CUDA device, got {value.device}")
+    if value.is_neg():  # z.conj().imag, say, is z.imag's memory; no dtype of a kernel has the other lazy bit, conj
+        raise ValueError(
+            f"{name} is a negative view, whose memory holds -{name}; {name}.resolve_neg() is a plain array"
+        )
+    if value._is_zerotensor():
+        raise ValueError(f"{name} is a zero tensor without memory; {name}.clone() is a plain array")
 
 
 def check_same_device(reference: torch.Tensor, **others: torch.Tensor | None) -> None:
@@ -218,7 +227,9 @@ def check_count(name: str, value) -> int:
 
 
 def kind_of(value) -> str:
-    """The type of ``value`` as messages name it: ``str``, ``numpy.ndarray``."""
+    """The type of ``value`` as messages name it: ``str``, ``numpy.ndarray``; a tensor may have been another's array."""
+    if type(value) is torch.Tensor:
+        return "an array"
     return f"{type(value).__module__}.{type(value).__qualname__}".removeprefix("builtins.")
 
 

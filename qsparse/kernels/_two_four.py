@@ -79,7 +79,9 @@ def kept(a: Tensor, make: Callable[..., Tensor], *arguments: int) -> Tensor:
     known = whose is not None and whose() is a
     if known and version == a._version:
         return found
-    made = make(a, *arguments)
+    # What is kept is written again when `a` changes, which an inference tensor would not allow outside its mode.
+    with torch.inference_mode(a.is_inference()), torch.no_grad():
+        made = make(a, *arguments)
     # An inference tensor does not count its changes, and a graph's memory is its own.
     if made is a or a.is_inference() or (a.is_cuda and torch.cuda.is_current_stream_capturing()):
         return made

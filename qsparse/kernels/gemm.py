@@ -29,8 +29,8 @@ SOURCES = {
 _PRECISIONS = ("ieee", "highest", "high")
 
 
-# What the checks decide depends only on shapes, strides, dtypes and devices: a call like an earlier one skips them,
-# which a small product on the GPU needs if the host is not to be the slower part. See `_repeat`.
+# What the checks decide depends only on what `_key` holds of the arrays: a call like an earlier one skips them, which
+# a small product on the GPU needs if the host is not to be the slower part. See `_repeat`.
 _routes: dict[tuple, tuple] = {}
 
 
@@ -178,8 +178,20 @@ def _(x, w, bias, relu, alpha, precision, out_dtype):
 
 
 def _key(x, w, bias, relu: bool) -> tuple:
-    key = (relu, x.shape, x.stride(), x.dtype, x.device, w.shape, w.stride(), w.dtype, w.device)
-    return key if bias is None else (*key, bias.shape, bias.stride(), bias.dtype, bias.device)
+    # Types and signs too: the memory of a subclass, or of a negative view, need not hold its values.
+    # Flat and at once, which is the quickest.
+    # fmt: off
+    if bias is None:
+        return (
+            relu, type(x), x.shape, x.stride(), x.dtype, x.device, x.is_neg(),
+            type(w), w.shape, w.stride(), w.dtype, w.device, w.is_neg(),
+        )
+    return (
+        relu, type(x), x.shape, x.stride(), x.dtype, x.device, x.is_neg(),
+        type(w), w.shape, w.stride(), w.dtype, w.device, w.is_neg(),
+        type(bias), bias.shape, bias.stride(), bias.dtype, bias.device, bias.is_neg(),
+    )
+    # fmt: on
 
 
 def _remember(x, w, bias, relu: bool, plan) -> None:

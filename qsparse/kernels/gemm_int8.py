@@ -22,8 +22,8 @@ def longest_int32(dtype: torch.dtype, corrected: bool = False) -> int:
     return (2**31 - 1) // ((255 if corrected or dtype == torch.uint8 else 128) * 128)
 
 
-# What the checks decide depends only on shapes, strides, dtypes and devices: a call like an earlier one skips them,
-# which a small product on the GPU needs if the host is not to be the slower part.
+# What the checks decide depends only on what `_key` holds of the arrays: a call like an earlier one skips them, which
+# a small product on the GPU needs if the host is not to be the slower part.
 _routes: dict[tuple, tuple] = {}
 
 
@@ -151,7 +151,11 @@ def _(x, w, scale_x, scale_w, bias, relu, out_dtype, zero_x, sums_w, scale_y):
 
 
 def _key(arrays: tuple, out_dtype: torch.dtype) -> tuple:
-    return out_dtype, *(None if a is None else (a.shape, a.stride(), a.dtype, a.device) for a in arrays)
+    # Types and signs too: the memory of a subclass, or of a negative view, need not hold its values.
+    # A list is built quicker than a generator runs.
+    return out_dtype, *[
+        None if a is None else (type(a), a.shape, a.stride(), a.dtype, a.device, a.is_neg()) for a in arrays
+    ]
 
 
 def _repeat(arrays: tuple, relu: bool, out_dtype: torch.dtype) -> torch.Tensor | None:

@@ -32,7 +32,11 @@ def check_tensors(**arrays: object) -> None:
 
 
 def by_rows(x: torch.Tensor, function) -> torch.Tensor:
-    """Apply a function of matrices to ``x (..., K)`` by flattening the leading dimensions."""
+    """Apply a function of matrices to ``x (..., K)`` by flattening the leading dimensions.
+
+    A negative view (``z.conj().imag``), which kernels refuse, is copied.
+    """
+    x = x.resolve_neg()
     if x.dim() == 2:
         return function(x)
     y = function(x.reshape(x.shape[:-1].numel(), x.shape[-1]))  # -1 would be ambiguous in an empty batch

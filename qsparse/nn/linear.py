@@ -57,7 +57,7 @@ class _LinearFunction(torch.autograd.Function):
     @staticmethod
     def backward(ctx, dy):
         x, weight, y = ctx.saved_tensors
-        dz, dbias = kernels.bias_relu_grad(dy, y)
+        dz, dbias = kernels.bias_relu_grad(dy.resolve_neg(), y)  # a complex loss may give a negative view
         needs_x, needs_weight, needs_bias, _ = ctx.needs_input_grad
         dx = kernels.gemm(dz, weight.t()) if needs_x else None
         dweight = kernels.gemm(dz.t(), x.t()) if needs_weight else None

@@ -173,7 +173,7 @@ class _SparseFunction(torch.autograd.Function):
         pattern = ctx.layer.pattern()
         if pattern is None:
             raise RuntimeError("call a SparseLinear once before its backward pass is captured in a CUDA graph")
-        dz, dbias = kernels.bias_relu_grad(dy, y)
+        dz, dbias = kernels.bias_relu_grad(dy.resolve_neg(), y)  # a complex loss may give a negative view
         needs_x, needs_values, needs_bias, _ = ctx.needs_input_grad
         dx = pattern.times(dz, values) if needs_x else None
         dvalues = pattern.sample(dz, x) if needs_values else None

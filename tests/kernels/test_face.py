@@ -386,6 +386,41 @@ def test_a_tensor_of_another_one_s_memory_is_named(normal, device):
         kernels.gemm(x, normal(5, 6, device=device))
 
 
+def test_a_negative_view_is_named(call, device):
+    """``z.conj().imag``, say: kernels read memory, where its values have the other sign; PyTorch on a CPU would not."""
+    function, args, options = call
+    names = [*inspect.signature(function).parameters]
+    floats = [at for at, value in enumerate(args) if value.dtype in (torch.float32, torch.float16)]
+    for at in floats:
+        changed = [torch._neg_view(-value) if i == at else value for i, value in enumerate(args)]
+        sentence = rf"^{names[at]} is a negative view, .* {names[at]}\.resolve_neg\(\) is a plain array"
+        with pytest.raises(ValueError, match=sentence):
+            function(*changed, **options)
+
+
+def test_the_imaginary_part_of_a_conjugate_is_a_negative_view(device):
+    view = torch.complex(torch.zeros(2, 2, device=device), torch.ones(2, 2, device=device)).conj().imag
+    with pytest.raises(ValueError, match=r"^dy is a negative view"):
+        kernels.bias_relu_grad(view)
+    assert kernels.bias_relu_grad(view.resolve_neg())[1].tolist() == [-2, -2]
+
+
+def test_a_tensor_without_memory_is_named(normal, device):
+    w = torch._efficientzerotensor((5, 6), device=device)
+    assert w.data_ptr() == 0
+    with pytest.raises(ValueError, match=r"^w is a zero tensor without memory"):
+        kernels.gemm(normal(4, 6, device=device), w)
+
+
+@pytest.mark.parametrize("to", [np.asarray, torch.as_tensor])
+@pytest.mark.parametrize("value", [2.0, [2.0]])
+def test_an_array_for_a_number_is_called_an_array(to, value, normal):
+    """Whatever library it is of: the check sees a tensor of NumPy's memory."""
+    x, w = (to(normal(*shape)) for shape in ((4, 6), (5, 6)))
+    with pytest.raises(TypeError, match=r"^alpha must be a number, got an array$"):
+        kernels.gemm(x, w, alpha=to(value))
+
+
 WRONG = {  # of each option: what it cannot be
     "alpha": ("x", None, [1.0], True),
     "batch": ("x", 2.5, True, 0, -3, math.nan),

@@ -202,6 +202,12 @@ def test_what_is_made_of_weights_is_kept_while_they_are_the_same(device):
         for value in (1, 2):
             b.fill_(value)
             assert torch.equal(padded(b), b)
+        with torch.inference_mode(False):
+            d = a.clone()
+        kept = padded(d)
+    d.add_(1)  # outside the mode that what is kept of it was made in
+    assert torch.equal(padded(d), d)
+    assert padded(d) is kept
     whole = torch.zeros((3, 32), dtype=torch.uint8, device=device)
     assert padded(whole) is whole
     key = id(a), _two_four.on_boundaries

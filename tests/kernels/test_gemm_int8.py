@@ -1,7 +1,10 @@
 """The int8 product: exact integers whatever the shape, and a float epilogue that CPU and GPU share to the bit."""
 
+import functools
 import importlib
 import itertools
+import types
+import warnings
 
 import numpy as np
 import pytest
@@ -353,6 +356,38 @@ def test_a_repeated_call_computes_anew(device, integers, normal, assert_same_bit
         kernels.gemm_int8(x, w.cpu().numpy())
     with pytest.raises(ValueError, match=r"^scale_w must have shape"):
         kernels.gemm_int8(x, w, None, scales[:5])
+    x = memory[: 128 * 64].view(128, 64)
+    for other, error in no_plain_memory(bias):
+        kernels.gemm_int8(x, w, one, scales, bias)
+        with pytest.raises(error, match=r"^bias "):
+            kernels.gemm_int8(x, w, one, scales, other)
+
+
+def no_plain_memory(a):
+    """Arrays of the layout of ``a`` that are not what their memory holds, and how they are refused."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)  # a prototype
+        yield torch.masked.masked_tensor(a, a > 0), TypeError
+    yield torch._neg_view(a), ValueError
+
+
+def test_a_call_is_known_again_by_the_types_and_signs_of_its_arrays_too(monkeypatch, integers, normal):
+    """Else an array that is not what its memory holds would be launched on as if it were."""
+    launched = []
+    module = types.SimpleNamespace(launch_gemm=lambda *arrays: launched.append(arrays))
+    monkeypatch.setattr(MODULE, "_routes", {})
+    names = ("x", "w", "scale_x", "scale_w", "bias", "zero_x", "sums_w", "scale_y")
+    x, w = integers(-128, 128, 16, 64), integers(-128, 128, 32, 64)
+    arrays = (x, w, normal(16), normal(32), normal(32), torch.ones(16).int(), w.sum(1).int(), torch.ones(1))
+    MODULE._routes[MODULE._key(arrays, torch.int8)] = module, 64, 64
+    call = functools.partial(kernels.gemm_int8, out_dtype=torch.int8)
+    call(**dict(zip(names, arrays, strict=True)))
+    assert len(launched) == 1
+    for at, name in enumerate(names):
+        for other, error in no_plain_memory(arrays[at]):
+            with pytest.raises(error, match=rf"^{name} "):
+                call(**dict(zip(names, (*arrays[:at], other, *arrays[at + 1 :]), strict=True)))
+    assert len(launched) == 1
 
 
 @pytest.mark.gpu

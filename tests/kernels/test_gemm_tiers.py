@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import importlib
+import warnings
+
 import numpy as np
 import pytest
 import torch
@@ -11,6 +14,7 @@ from qsparse.kernels import _gemm_int8_sm90, _gemm_single_sm90, _gemm_sm90, _gem
 from qsparse.kernels._gemm_int8_epilogue import Epilogue
 from qsparse.oracles.gemm import gemm as oracle
 
+GEMM = importlib.import_module("qsparse.kernels.gemm")  # the package's attribute of that name is the function
 HALVES = (torch.float16, torch.bfloat16)
 # Below a tile, tiles with tails in every direction, several tiles and clusters, long K, a head of 10 classes.
 SHAPES = [
@@ -324,3 +328,35 @@ def test_a_repeated_call_computes_anew(normal, to_numpy, assert_close):
         kernels.gemm(x, w, accumulate=True)
     with pytest.raises(TypeError, match="w must be an array"):
         kernels.gemm(x, w.cpu().numpy())
+    x = memory[: 128 * 64].view(128, 64)
+    for other, error in no_plain_memory(bias):
+        kernels.gemm(x, w, bias)
+        with pytest.raises(error, match=r"^bias "):
+            kernels.gemm(x, w, other)
+
+
+def no_plain_memory(a):
+    """Arrays of the layout of ``a`` that are not what their memory holds, and how they are refused."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)  # a prototype
+        yield torch.masked.masked_tensor(a, a > 0), TypeError
+    yield torch._neg_view(a), ValueError
+
+
+def test_a_call_is_known_again_by_the_types_and_signs_of_its_arrays_too(monkeypatch, normal):
+    """Else an array that is not what its memory holds would be launched on as if it were."""
+    launched = []
+    monkeypatch.setattr(GEMM, "_routes", {})
+    monkeypatch.setattr(GEMM, "new_matrix", lambda like, m, n: like.new_empty((m, n)))
+    monkeypatch.setattr(_gemm_sm90, "launch_plan", lambda plan, *arrays: launched.append(plan) or "launched")
+    arrays = x, w, bias = normal(16, 64), normal(32, 64), normal(32)
+    GEMM._remember(x, w, None, False, "without bias")
+    GEMM._remember(x, w, bias, False, "with bias")
+    assert kernels.gemm(x, w) == kernels.gemm(x, w, bias) == "launched"
+    assert launched == ["without bias", "with bias"]
+    for at, name in enumerate(("x", "w", "bias")):
+        for other, error in no_plain_memory(arrays[at]):
+            for count in {3, max(2, at + 1)}:
+                with pytest.raises(error, match=rf"^{name} "):
+                    kernels.gemm(*[other if i == at else a for i, a in enumerate(arrays[:count])])
+    assert len(launched) == 2
