@@ -47,8 +47,8 @@ def mlp_int8(x, weights, weight_scales, biases, *, input_scales=None, one_launch
     On Hopper small networks run in one launch: of few rows the weights wait in registers or shared memory, and the
     blocks that share rows exchange their activations between the layers; of batches that fill the card each block takes
     its rows through all layers, and the weights pass by. Everything else, and every other device, runs the chain.
-    Raises TypeError and ValueError naming the argument, ValueError too where ``one_launch`` is demanded and
-    there is none.
+    Raises TypeError and ValueError naming the argument, ValueError too where ``one_launch`` is demanded and there is
+    none.
 
     Sources: the arithmetic is that of :func:`quantize_rows` and :func:`gemm_int8`; weights that wait on the chip, after
     G. Diamos et al., "Persistent RNNs: Stashing Recurrent Weights On-Chip" (ICML 2016); PTX ISA, ``barrier.cluster``.
