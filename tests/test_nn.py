@@ -78,8 +78,9 @@ def test_linear_backward_of_what_is_needed_only(device):
 
 def test_negative_views_come_in_and_go_back_as_their_values(device):
     """Complex numbers before and after a layer: their conjugates' imaginary parts lie in memory with the other sign."""
-    weight = torch.randn(4, 6, device=device)
+    weight = torch.randn(4, 6)
     linear, sparse = nn.Linear(6, 4, bias=False).to(device), sparse_layers(weight, None, None, device)[0]
+    weight = weight.to(device)
     linear.weight.data.copy_(weight)
     x = torch.randn(3, 6, dtype=torch.complex64, device=device).conj().imag
     factor = torch.randn(3, 4, dtype=torch.complex64, device=device)
