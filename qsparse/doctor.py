@@ -73,7 +73,8 @@ def lines(found: dict[str, Any]) -> list[str]:
         ("kernel cache", found["kernel_cache"]),
         *(("missing", f"{item['what']}: {item['command']}") for item in found["missing"]),
     ]
-    return [f"{name:<13}{value}" for name, value in text] + ([] if found["missing"] else ["Nothing is missing."])
+    enough = "Nothing is missing." if gpus else "Nothing is missing for a CPU."
+    return [f"{name:<13}{value}" for name, value in text] + ([] if found["missing"] else [enough])
 
 
 def _version(name: str) -> str | None:

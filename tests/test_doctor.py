@@ -148,7 +148,7 @@ def test_nothing_missing_is_said(monkeypatch):
     found = doctor.report()
     assert found["missing"] == []
     lines = doctor.lines(found)
-    assert lines[-1] == "Nothing is missing."
+    assert lines[-1] == "Nothing is missing for a CPU."
     assert any(line.startswith("GPU ") and line.endswith("none: everything runs on the CPU") for line in lines)
     assert not any("install cupy" in line for line in lines)
 
