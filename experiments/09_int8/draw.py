@@ -88,7 +88,11 @@ def _targets(known: Rows) -> list[str]:
         *((f"fused int8 at {shape[0]}³, TOP/s", "1,250", _count(tops.get(shape))) for shape in (DUEL, LARGEST)),
         ("fused int8 by the compiled pipeline, geometric mean of the large layers", "1.8x", _times(_mean(layers[1]))),
         (f"the same at {', '.join(map(str, MNIST))}", "2.5x", _times(_ratio(compiled.get(MNIST)))),
-        ("large layers, quantized, by fp16 `F.linear` + `relu`, from 1,024 rows on", "1.5x", _times(_mean(layers[2]))),
+        (
+            "int8 with quantization by fp16 `F.linear` + `relu`, large layers from 1,024 rows on",
+            "1.5x",
+            _times(_mean(layers[2])),
+        ),
         ("the same, geometric mean of all shapes from 1,024 rows on", "", _times(_mean(dense))),
         ("fused int8 by fp32 SGEMM at 4096³", "20x", _times(_ratio(sgemm.get(DUEL)))),
     ]
