@@ -4,6 +4,7 @@ the project's, as one table.
 
 from __future__ import annotations
 
+import argparse
 import json
 from pathlib import Path
 
@@ -67,6 +68,7 @@ def _where(rows: list[dict]) -> str:
 
 
 def main() -> None:
+    argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter).parse_args()
     rows = [json.loads(line) for line in ROWS.read_text().splitlines()]
     for readme, text in ((README, table(rows)), (FRONT, short_table(rows))):
         head, rest = readme.read_text().split(BEGIN)

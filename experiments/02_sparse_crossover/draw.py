@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 from pathlib import Path
 
@@ -101,6 +102,7 @@ def _points(rows: list[dict], name: str):
 
 
 def main() -> None:
+    argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter).parse_args()
     rows = [json.loads(line) for line in ROWS.read_text().splitlines()]
     text = README.read_text()
     before, after = text.split(BEGIN)[0], text.split(END)[1]

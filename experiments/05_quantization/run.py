@@ -6,11 +6,11 @@ python experiments/05_quantization/run.py --table    # the tables alone, from ro
 
 from __future__ import annotations
 
+import argparse
 import dataclasses
 import json
 import math
 import statistics
-import sys
 import tempfile
 from pathlib import Path
 
@@ -195,7 +195,9 @@ def points(change: float) -> str:
 
 
 def main() -> None:
-    if "--table" not in sys.argv:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--table", action="store_true", help="only the tables, from the rows")
+    if not parser.parse_args().table:
         dataset = data.load("mnist")
         with tempfile.TemporaryDirectory() as directory:
             rows = [row for seed in SEEDS for row in measured(seed, dataset, Path(directory))]

@@ -6,8 +6,8 @@ python experiments/05_quantization/speed.py --table    # the table alone, from s
 
 from __future__ import annotations
 
+import argparse
 import json
-import sys
 import tempfile
 from pathlib import Path
 
@@ -63,7 +63,9 @@ def table(rows: list[dict]) -> str:
 
 
 def main() -> None:
-    if "--table" not in sys.argv:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--table", action="store_true", help="only the tables, from the rows")
+    if not parser.parse_args().table:
         ROWS.write_text("".join(json.dumps(row, allow_nan=False) + "\n" for row in measured()))
     rows = [json.loads(line) for line in ROWS.read_text().splitlines()]
     head, rest = README.read_text().split(BEGIN)

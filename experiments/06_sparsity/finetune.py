@@ -10,6 +10,7 @@ this file.
 
 from __future__ import annotations
 
+import argparse
 import functools
 import json
 from pathlib import Path
@@ -67,6 +68,7 @@ def table(rows: list[dict]) -> str:
 
 
 def main() -> None:
+    argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter).parse_args()
     rows = []
     for sizes in NETWORKS:
         for density in DENSITIES:

@@ -9,12 +9,12 @@ accuracy, and its machine was busy.
 
 from __future__ import annotations
 
+import argparse
 import functools
 import json
 import math
 import os
 import statistics
-import sys
 import tempfile
 from pathlib import Path
 
@@ -152,7 +152,9 @@ _T = {2: 12.706, 3: 4.303, 4: 3.182, 5: 2.776}
 
 def main() -> None:
     variants.load_dataset = functools.cache(variants.load_dataset)  # once a network, not once a case
-    seeds = int(sys.argv[1]) if len(sys.argv) > 1 else 3
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("seeds", type=int, nargs="?", default=3, help="how many: 0, 1, ... (%(default)s)")
+    seeds = parser.parse_args().seeds
     # The times are thrown away, so one repetition is enough; the outputs are checked as ever.
     variants.measure = lambda *arguments, **options: measure(
         *arguments, **options, batches=(1,), budget_s=0.001, peers=False

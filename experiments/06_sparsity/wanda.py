@@ -17,11 +17,11 @@ file, the table of their means into README.md.
 
 from __future__ import annotations
 
+import argparse
 import datetime
 import json
 import os
 import statistics
-import sys
 import tempfile
 from pathlib import Path
 
@@ -119,7 +119,9 @@ def table(rows: list[dict]) -> str:
 
 
 def main() -> None:
-    seeds = int(sys.argv[1]) if len(sys.argv) > 1 else 5
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("seeds", type=int, nargs="?", default=5, help="how many: 0, 1, ... (%(default)s)")
+    seeds = parser.parse_args().seeds
     rows = []
     with tempfile.TemporaryDirectory() as directory:
         os.chdir(directory)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import sys
 from collections.abc import Iterable
@@ -276,6 +277,7 @@ def _finish(axes, labels: list[str], title: str) -> None:
 
 
 def main() -> int:
+    argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter).parse_args()
     if not ROWS.exists():
         print(f"Error: no {ROWS.name}; `qsparse bench int8 --out {ROWS}` on a GPU writes it", file=sys.stderr)
         return 2

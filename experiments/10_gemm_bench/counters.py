@@ -8,6 +8,7 @@ counters are read; the clocks are left alone.
 
 from __future__ import annotations
 
+import argparse
 import csv
 import json
 import shutil
@@ -103,7 +104,9 @@ def parse(report: str) -> list[dict]:
 
 
 def main() -> None:
-    if "--products" in sys.argv:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--products", action="store_true", help="run the products alone, as ncu does")
+    if parser.parse_args().products:
         products()
         return
     if not shutil.which("ncu"):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import sys
 from pathlib import Path
@@ -156,6 +157,7 @@ def _write(begin: str, text: str, end: str) -> None:
 
 
 def main() -> int:
+    argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter).parse_args()
     if not ROWS.exists():
         print(f"Error: no {ROWS.name}; `qsparse bench gemm --out {ROWS}` on a GPU writes it", file=sys.stderr)
         return 2
