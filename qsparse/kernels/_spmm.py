@@ -16,6 +16,7 @@ _TILE, _WARPS, _BLOCK = 32, 8, 256
 _SIMT_SMALL_M = 8  # up to here a warp an output beats transposing x
 _INT32 = 2**31 - 1
 _UINT16 = 2**16
+_MOST_ENTRIES = 2**31 - 2**14  # kernels count entries in ints, up to a few thousand beyond the last one
 
 
 def simt_instances(op: str) -> tuple[str, ...]:
@@ -75,11 +76,18 @@ def check_pattern(col_indices, row_offsets, shape, check: bool) -> None:
     check_tensor("col_indices", col_indices, tuple(_spmm_sm80.INDICES), (None,))
     check_tensor("row_offsets", row_offsets, (torch.int32,), (n + 1,))
     check_same_device(col_indices, row_offsets=row_offsets)
+    check_count(col_indices.numel())
     if col_indices.dtype == torch.uint16 and k > _UINT16:
         raise ValueError(f"col_indices of uint16 reach {_UINT16} columns, but W has {k}")
     if check:
         _check_offsets(row_offsets, col_indices.numel())
         check_indices("col_indices", col_indices, k)
+
+
+def check_count(nnz: int) -> None:
+    """Raise ValueError for more entries than kernels can count."""
+    if nnz > _MOST_ENTRIES:
+        raise ValueError(f"W may have {_MOST_ENTRIES} entries at most, got {nnz}")
 
 
 def check_plan(plan, col_indices, row_offsets, shape) -> None:

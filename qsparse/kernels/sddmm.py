@@ -39,7 +39,7 @@ def sddmm(dy, x, col_indices, row_offsets, *, check: bool = True, plan=None):
     (nnz,), dtype of ``dy``; sums over the batch are held in float32, in the same order every run.
 
     Duplicates get the same gradient each. Raises TypeError for a wrong dtype; ValueError for shapes that do not fit,
-    for a plan of other arrays, and with ``check`` for a bad index.
+    for more than 2^31 - 2^14 entries, for a plan of other arrays, and with ``check`` for a bad index.
 
     Source: the sampled dense-dense product of I. Nisa et al., "Sampled dense matrix multiplication for high-performance
     machine learning" (HiPC 2018): lines of x reused from shared memory, a row of dy from registers.

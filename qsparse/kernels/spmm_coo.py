@@ -37,8 +37,8 @@ def spmm_coo(x, values, rows, cols, bias=None, *, shape, relu: bool = False, che
     (M, N), dtype of ``x``, row-major; sums are held in float32, in the same order every run.
 
     An entry that is not stored contributes nothing, whatever ``x`` holds there, NaN and Inf included. Raises
-    TypeError for a wrong dtype; ValueError for shapes that do not fit, and with ``check`` for an index outside W,
-    naming the entry.
+    TypeError for a wrong dtype; ValueError for shapes that do not fit, for more than 2^31 - 2^14 entries, and with
+    ``check`` for an index outside W, naming the entry.
 
     Source: sorted, the entries are multiplied as :func:`spmm_csr` does from compute capability 8.0 on; before, a warp a
     row, after N. Bell, M. Garland, "Implementing sparse matrix-vector multiplication on throughput-oriented processors"
@@ -50,6 +50,7 @@ def spmm_coo(x, values, rows, cols, bias=None, *, shape, relu: bool = False, che
     shape = n, k = _spmm.check_shape(shape, x.shape[1]), x.shape[1]
     check_tensor("values", values, (x.dtype,), (None,))
     nnz = values.numel()
+    _spmm.check_count(nnz)
     check_tensor("rows", rows, (torch.int32,), (nnz,))
     check_tensor("cols", cols, (torch.int32,), (nnz,))
     if bias is not None:

@@ -62,8 +62,9 @@ def spmm_csr(
     (M, N), dtype of ``x``, row-major unless ``columns``; sums are held in float32, in the same order every run.
 
     An entry that is not stored contributes nothing, whatever ``x`` holds there, NaN and Inf included. Raises
-    TypeError for a wrong dtype; ValueError for shapes that do not fit, for a plan of other arrays, and with ``check``
-    for a column outside [0, K) or offsets that do not rise from 0 to nnz, naming the entry.
+    TypeError for a wrong dtype; ValueError for shapes that do not fit, for more than 2^31 - 2^14 entries, for a plan of
+    other arrays, and with ``check`` for a column outside [0, K) or offsets that do not rise from 0 to nnz, naming the
+    entry.
 
     Source: a row's sums in registers over tiles of x, after T. Gale, M. Zaharia, C. Young, E. Elsen, "Sparse GPU
     kernels for deep learning" (SC 2020); a warp a row for small batches, after N. Bell, M. Garland, "Implementing
@@ -106,7 +107,8 @@ def plan(col_indices, row_offsets, *, shape):
     An argument ``plan`` of ``spmm_csr`` and of ``sddmm`` for these very arrays, which it keeps: some bytes an entry.
 
     Every index is looked at, and on a GPU that waits for the device. Raises TypeError for a wrong dtype or sizes that
-    are no whole numbers, ValueError for shapes that do not fit and for a bad index, naming the entry.
+    are no whole numbers, ValueError for shapes that do not fit, for more than 2^31 - 2^14 entries and for a bad index,
+    naming the entry.
     """
     n, k = _spmm.check_sizes(shape)
     _spmm.check_pattern(col_indices, row_offsets, (n, k), check=True)

@@ -333,6 +333,23 @@ def test_refuses_what_does_not_fit(device, normal, sparse):
         kernels.spmm_csr(x, values, col_indices, row_offsets, x[:, 0], shape=w.shape)
 
 
+@pytest.mark.parametrize("face", ["spmm_csr", "plan", "spmm_coo", "sddmm"])
+def test_more_entries_than_kernels_can_count_are_refused(face, device):
+    """By their number: nothing is read, and no memory needed."""
+    nnz, most = 2**31 - 2**14 + 1, 2**31 - 2**14
+    cols = torch.zeros(1, dtype=torch.int32, device=device).expand(nnz)
+    offsets, x = torch.tensor([0, nnz], dtype=torch.int32, device=device), torch.zeros(4, 6, device=device)
+    values, options = x[0, :1].expand(nnz), {"shape": (1, 6), "check": False}
+    takers = {
+        "spmm_csr": lambda: kernels.spmm_csr(x, values, cols, offsets, **options),
+        "plan": lambda: kernels.spmm_csr.plan(cols, offsets, shape=(1, 6)),
+        "spmm_coo": lambda: kernels.spmm_coo(x, values, cols, cols, **options),
+        "sddmm": lambda: kernels.sddmm(x[:, :1], x, cols, offsets, check=False),
+    }
+    with pytest.raises(ValueError, match=rf"^W may have {most} entries at most, got {nnz}$"):
+        takers[face]()
+
+
 def _takers_of_shape(device, normal):
     """Whatever takes the shape of W, given an empty W (5, 6)."""
     x, values, none = normal(4, 6, device=device), normal(0, device=device), torch.zeros(0, dtype=torch.int32)
