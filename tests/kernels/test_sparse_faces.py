@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Callable, Iterator
 from unittest import mock
 
@@ -12,8 +13,9 @@ import scipy.sparse
 import torch
 
 from qsparse import kernels, nn, sparse
-from qsparse.kernels import _spmm
+from qsparse.kernels import _bitmap_tiles, _spmm
 from qsparse.kernels._load import launched, tier_of
+from qsparse.sparse.product import SparseWeights
 
 NAN = float("nan")
 Parts = tuple[torch.Tensor, torch.Tensor, torch.Tensor]  # values, col_indices, row_offsets
@@ -263,3 +265,49 @@ def test_more_outputs_than_an_int32_counts_do_not_wrap(way, normal):
         assert torch.equal(y[m], x[m, columns.long()])
     for n in (0, WIDE // 2, WIDE - 1):
         assert torch.equal(y[:, n], x[:, n % k])
+
+
+@pytest.mark.parametrize("face", ["spmm_csr", "plan", "spmm_coo", "sddmm"])
+def test_more_entries_than_kernels_can_count_are_refused(face, device):
+    """By their number: nothing is read, and no memory needed."""
+    nnz, most = 2**31 - 2**14 + 1, 2**31 - 2**14
+    cols = torch.zeros(1, dtype=torch.int32, device=device).expand(nnz)
+    offsets, x = torch.tensor([0, nnz], dtype=torch.int32, device=device), torch.zeros(4, 6, device=device)
+    values, options = x[0, :1].expand(nnz), {"shape": (1, 6), "check": False}
+    takers = {
+        "spmm_csr": lambda: kernels.spmm_csr(x, values, cols, offsets, **options),
+        "plan": lambda: kernels.spmm_csr.plan(cols, offsets, shape=(1, 6)),
+        "spmm_coo": lambda: kernels.spmm_coo(x, values, cols, cols, **options),
+        "sddmm": lambda: kernels.sddmm(x[:, :1], x, cols, offsets, check=False),
+    }
+    with pytest.raises(ValueError, match=rf"^W may have {most} entries at most, got {nnz}$"):
+        takers[face]()
+
+
+def _takers_of_shape(device, normal):
+    """Whatever takes the shape of W, given an empty W (5, 6)."""
+    x, values, none = normal(4, 6, device=device), normal(0, device=device), torch.zeros(0, dtype=torch.int32)
+    cols, row_offsets = none.to(device), torch.zeros(6, dtype=torch.int32, device=device)
+    tiles = (array.to(device) for array in _bitmap_tiles.pack(torch.zeros(5, 6), torch.zeros(5, 6) > 0))
+    return {
+        "spmm_csr": functools.partial(kernels.spmm_csr, x, values, cols, row_offsets),
+        "plan": functools.partial(kernels.spmm_csr.plan, cols, row_offsets),
+        "spmm_coo": functools.partial(kernels.spmm_coo, x, values, cols, cols),
+        "spmm_bitmap": functools.partial(kernels.spmm_bitmap, x, *tiles),
+        "SparseWeights": functools.partial(SparseWeights, values, cols, row_offsets),
+    }
+
+
+@pytest.mark.parametrize("face", ["spmm_csr", "plan", "spmm_coo", "spmm_bitmap", "SparseWeights"])
+def test_a_shape_is_two_whole_numbers(device, face, normal):
+    take = _takers_of_shape(device, normal)[face]
+    for wrong in ((5.0, 6), (5, 6.0), (NAN, 6), ("5", 6), (True, 6), (None, 6), ((5,), 6), None, 5, "56"):
+        with pytest.raises(TypeError, match=r"^shape must be two whole numbers \(N, K\), got "):
+            take(shape=wrong)
+    for wrong in ((), (5,), (5, 6, 1), (-1, 6), (5, -6)):
+        with pytest.raises(ValueError, match=r"^shape must be two sizes \(N, K\), neither below 0, got "):
+            take(shape=wrong)
+    with pytest.raises(ValueError, match=r"does not fit int32 indices$"):
+        take(shape=(2**31, 6))
+    for right in ((5, 6), [5, 6], torch.Size((5, 6)), np.array((5, 6)), (np.int64(5), torch.tensor(6))):
+        take(shape=right)

@@ -1,6 +1,5 @@
 """CSR weights times activations, against the oracle and SciPy."""
 
-import functools
 import itertools
 import struct
 
@@ -12,10 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from qsparse import kernels
-from qsparse.kernels import _bitmap_tiles, _spmm_expand_sm90, _spmm_groups_sm90, _spmm_slab_sm90, _spmm_sm80
+from qsparse.kernels import _spmm_expand_sm90, _spmm_groups_sm90, _spmm_slab_sm90, _spmm_sm80
 from qsparse.kernels._load import launched
 from qsparse.oracles.spmm_csr import spmm_csr as oracle
-from qsparse.sparse.product import SparseWeights
 
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
 NAN, INF = float("nan"), float("inf")
@@ -331,52 +329,6 @@ def test_refuses_what_does_not_fit(device, normal, sparse):
         kernels.spmm_csr(x, values, col_indices, row_offsets, shape=(5, 7))
     with pytest.raises(ValueError, match=r"^bias must have shape \(5,\), got \(4,\)"):
         kernels.spmm_csr(x, values, col_indices, row_offsets, x[:, 0], shape=w.shape)
-
-
-@pytest.mark.parametrize("face", ["spmm_csr", "plan", "spmm_coo", "sddmm"])
-def test_more_entries_than_kernels_can_count_are_refused(face, device):
-    """By their number: nothing is read, and no memory needed."""
-    nnz, most = 2**31 - 2**14 + 1, 2**31 - 2**14
-    cols = torch.zeros(1, dtype=torch.int32, device=device).expand(nnz)
-    offsets, x = torch.tensor([0, nnz], dtype=torch.int32, device=device), torch.zeros(4, 6, device=device)
-    values, options = x[0, :1].expand(nnz), {"shape": (1, 6), "check": False}
-    takers = {
-        "spmm_csr": lambda: kernels.spmm_csr(x, values, cols, offsets, **options),
-        "plan": lambda: kernels.spmm_csr.plan(cols, offsets, shape=(1, 6)),
-        "spmm_coo": lambda: kernels.spmm_coo(x, values, cols, cols, **options),
-        "sddmm": lambda: kernels.sddmm(x[:, :1], x, cols, offsets, check=False),
-    }
-    with pytest.raises(ValueError, match=rf"^W may have {most} entries at most, got {nnz}$"):
-        takers[face]()
-
-
-def _takers_of_shape(device, normal):
-    """Whatever takes the shape of W, given an empty W (5, 6)."""
-    x, values, none = normal(4, 6, device=device), normal(0, device=device), torch.zeros(0, dtype=torch.int32)
-    cols, row_offsets = none.to(device), torch.zeros(6, dtype=torch.int32, device=device)
-    tiles = (array.to(device) for array in _bitmap_tiles.pack(torch.zeros(5, 6), torch.zeros(5, 6) > 0))
-    return {
-        "spmm_csr": functools.partial(kernels.spmm_csr, x, values, cols, row_offsets),
-        "plan": functools.partial(kernels.spmm_csr.plan, cols, row_offsets),
-        "spmm_coo": functools.partial(kernels.spmm_coo, x, values, cols, cols),
-        "spmm_bitmap": functools.partial(kernels.spmm_bitmap, x, *tiles),
-        "SparseWeights": functools.partial(SparseWeights, values, cols, row_offsets),
-    }
-
-
-@pytest.mark.parametrize("face", ["spmm_csr", "plan", "spmm_coo", "spmm_bitmap", "SparseWeights"])
-def test_a_shape_is_two_whole_numbers(device, face, normal):
-    take = _takers_of_shape(device, normal)[face]
-    for wrong in ((5.0, 6), (5, 6.0), (NAN, 6), ("5", 6), (True, 6), (None, 6), ((5,), 6), None, 5, "56"):
-        with pytest.raises(TypeError, match=r"^shape must be two whole numbers \(N, K\), got "):
-            take(shape=wrong)
-    for wrong in ((), (5,), (5, 6, 1), (-1, 6), (5, -6)):
-        with pytest.raises(ValueError, match=r"^shape must be two sizes \(N, K\), neither below 0, got "):
-            take(shape=wrong)
-    with pytest.raises(ValueError, match=r"does not fit int32 indices$"):
-        take(shape=(2**31, 6))
-    for right in ((5, 6), [5, 6], torch.Size((5, 6)), np.array((5, 6)), (np.int64(5), torch.tensor(6))):
-        take(shape=right)
 
 
 @pytest.mark.parametrize("kilobytes", [99, 163, 227])
