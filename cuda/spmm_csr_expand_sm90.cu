@@ -1,4 +1,5 @@
-// The ends of a product on dense tensor cores: W (N, K) from CSR to dense, and the outputs that a dense product gets wrong.
+// Before and after a product on dense tensor cores: W (N, K) from CSR to dense, and the outputs that such a product gets
+// wrong.
 //
 //   values (nnz,), cols (nnz,) int or unsigned short, row_offsets (N + 1,); w (N, stride), rows of whole 16 bytes;
 //   x (M, K) in any strides, y (M, N) row-major.
@@ -6,46 +7,112 @@
 // A structural zero contributes nothing, but in a dense W it makes NaN of NaN and Inf in x. Whatever a dense product gets
 // wrong that way is NaN, so `repair` looks for NaN among the outputs and computes those again, entry by entry. And where
 // a column repeats within a row, `expand` writes NaN: then all outputs of that row are computed again.
+// (spmm_csr_product_sm90.cu sees to both before it stores.)
+//
+//   expand   a warp has a row at a time, in shared memory, which the copy engine writes to W in one piece. Meanwhile the
+//            entries of the warp's next row are on their way, ROUNDS of 32.
 
+#include "common/dependent.cuh"
 #include "common/numeric.cuh"
+#include "common/sm90.cuh"
 
 constexpr int WARP = 32;
 constexpr int WARPS = 4;
-template <typename T> constexpr int WINDOW = 8192 / static_cast<int>(sizeof(T));  // columns that a warp expands at once
+constexpr int ROUNDS = 12;
+constexpr int NO_COLUMN = 0x7fffffff;
 template <typename T> constexpr int VECTOR = 16 / static_cast<int>(sizeof(T));
 constexpr int REPAIR_BLOCK = 256;
 
+template <int BYTES> struct MarkType { using type = unsigned; };
+template <> struct MarkType<2> { using type = unsigned short; };
+
+template <typename T> __device__ __forceinline__ void clear(T* room, int width, int lane) {
+    for (int i = lane; i < width / VECTOR<T>; i += WARP) reinterpret_cast<uint4*>(room)[i] = make_uint4(0, 0, 0, 0);
+}
+
+// Columns k0 to k0 + width of a row whose columns do not ascend. Does one repeat? An entry that finds another's mark in
+// its place knows.
 template <typename T, typename I>
-__global__ void __launch_bounds__(WARPS * WARP)
-spmm_csr_expand(const T* __restrict__ values, const I* __restrict__ cols, const int* __restrict__ row_offsets,
-                T* __restrict__ w, long long N, long long K, long long stride) {
-    __shared__ __align__(16) T windows[WARPS][WINDOW<T>];
-    __shared__ unsigned seen[WARPS][WINDOW<T> / 32];
-    const int lane = threadIdx.x % WARP, warp = threadIdx.x / WARP;
-    const long long n = static_cast<long long>(blockIdx.x) * WARPS + warp;
-    if (n >= N) return;
-    T* const window = windows[warp];
-    const int begin = row_offsets[n], end = row_offsets[n + 1];
-    for (long long k0 = 0; k0 < K; k0 += WINDOW<T>) {
-        const int width = static_cast<int>(min(static_cast<long long>(WINDOW<T>), stride - k0));
-        for (int i = lane; i < width / VECTOR<T>; i += WARP) reinterpret_cast<uint4*>(window)[i] = make_uint4(0, 0, 0, 0);
-        for (int i = lane; i < WINDOW<T> / 32; i += WARP) seen[warp][i] = 0;
-        __syncwarp();
-        bool repeats = false;
+__device__ __noinline__ void write_unordered(T* room, int k0, int width, const T* values, const I* cols, int begin,
+                                             int end, int lane) {
+    using Mark = typename MarkType<sizeof(T)>::type;
+    auto* const marks = reinterpret_cast<Mark*>(room);
+    auto each = [&](auto visit) {
         for (int i = begin + lane; i < end; i += WARP) {
-            const long long k = static_cast<long long>(cols[i]) - k0;
-            if (k < 0 || k >= width) continue;
-            window[k] = values[i];
-            repeats |= atomicOr(&seen[warp][k / 32], 1u << k % 32) >> k % 32 & 1;
+            const unsigned k = static_cast<unsigned>(cols[i]) - k0;
+            if (k < width) visit(k, i);
         }
         __syncwarp();
-        if (__any_sync(~0u, repeats)) {
-            if (lane == 0) window[0] = from_float<T>(not_a_number());
+    };
+    bool repeats = sizeof(T) == 2 && end - begin > 65536;  // more than there are marks
+    each([&](unsigned k, int i) { marks[k] = static_cast<Mark>(i - begin); });
+    each([&](unsigned k, int i) { repeats |= marks[k] != static_cast<Mark>(i - begin); });
+    clear(room, width, lane);
+    __syncwarp();
+    each([&](unsigned k, int i) { room[k] = values[i]; });
+    if (__any_sync(~0u, repeats) && lane == 0) room[0] = from_float<T>(not_a_number());
+}
+
+template <typename T, typename I>
+__global__ void __launch_bounds__(WARPS * WARP, 6)
+spmm_csr_expand(const T* __restrict__ values, const I* __restrict__ cols, const int* __restrict__ row_offsets,
+                T* __restrict__ w, int N, int stride, int most_width) {
+    extern __shared__ __align__(16) char shared[];
+    const int lane = threadIdx.x % WARP, warp = threadIdx.x / WARP, step = gridDim.x * WARPS;
+    T* const room = reinterpret_cast<T*>(shared) + warp * most_width;
+    let_successor_start();
+    int n = blockIdx.x * WARPS + warp;
+    if (n >= N) return;
+
+    int col[ROUNDS], before;  // before: the column of the entry before these
+    T value[ROUNDS];
+    auto load = [&](int from, int begin, int end) {
+#pragma unroll
+        for (int u = 0; u < ROUNDS; ++u) {
+            const int i = from + u * WARP + lane;
+            col[u] = i < end ? static_cast<int>(cols[i]) : NO_COLUMN;
+            value[u] = i < end ? values[i] : from_float<T>(0.0f);
+        }
+        before = from > begin && from < end ? static_cast<int>(cols[from - 1]) : -1;
+    };
+    int begin = row_offsets[n], end = row_offsets[n + 1];
+    load(begin, begin, end);
+    for (;;) {
+        const int after = min(n + step, N - 1), next_begin = row_offsets[after], next_end = row_offsets[after + 1];
+        for (int k0 = 0; k0 < stride; k0 += most_width) {
+            const int width = min(most_width, stride - k0);
+            clear(room, width, lane);
+            __syncwarp();
+            bool ascend = true;
+            for (int from = begin;;) {
+#pragma unroll
+                for (int u = 0; u < ROUNDS; ++u) {
+                    const int left = __shfl_up_sync(~0u, col[u], 1);
+                    ascend &= (lane == 0 ? before : left) < col[u] || col[u] == NO_COLUMN;
+                    before = __shfl_sync(~0u, col[u], WARP - 1);
+                    const unsigned k = static_cast<unsigned>(col[u]) - k0;
+                    if (k < width) room[k] = value[u];
+                }
+                from += ROUNDS * WARP;
+                if (from >= end) break;
+                load(from, begin, end);
+            }
+            if (k0 + width < stride) load(begin, begin, end);
+            else load(next_begin, next_begin, next_end);
+            __syncwarp();
+            if (!__all_sync(~0u, ascend)) write_unordered(room, k0, width, values, cols, begin, end, lane);
+            fence_proxy_async();
+            __syncwarp();
+            if (lane == 0) {
+                T* const to = w + static_cast<long long>(n) * stride + k0;
+                bulk_store(to, room, width * static_cast<int>(sizeof(T)));
+                tma_store_commit();
+                tma_store_wait_read<0>();
+            }
             __syncwarp();
         }
-        for (int i = lane; i < width / VECTOR<T>; i += WARP)
-            *reinterpret_cast<uint4*>(&w[n * stride + k0 + i * VECTOR<T>]) = reinterpret_cast<const uint4*>(window)[i];
-        __syncwarp();
+        if ((n += step) >= N) return;
+        begin = next_begin, end = next_end;
     }
 }
 

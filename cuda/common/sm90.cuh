@@ -99,6 +99,13 @@ __device__ __forceinline__ void bulk_load_multicast(void* to, const void* from, 
         : "memory");
 }
 
+// The same from shared memory to global memory.
+__device__ __forceinline__ void bulk_store(void* to, const void* from, int bytes) {
+    asm volatile("cp.async.bulk.global.shared::cta.bulk_group [%0], [%1], %2;" ::"l"(to), "r"(shared_address(from)),
+                 "r"(bytes)
+                 : "memory");
+}
+
 __device__ __forceinline__ void tma_store(const TensorMap* map, const void* from, int inner, int outer) {
     asm volatile("cp.async.bulk.tensor.2d.global.shared::cta.bulk_group [%0, {%2, %3}], [%1];" ::"l"(map),
                  "r"(shared_address(from)), "r"(inner), "r"(outer)

@@ -1,4 +1,4 @@
-"""The host side of ``spmm_csr_expand_sm90.cu``: products on the tensor cores, with W made dense for the call.
+"""The host side of ``spmm_csr_expand_sm90.cu``: dense products, with W made dense for the call.
 
 The face of the operation is :mod:`qsparse.kernels.spmm_csr`; it hands over arrays that are checked and contiguous.
 """
@@ -9,13 +9,17 @@ import math
 
 import torch
 
+from qsparse.kernels import _gemm_simt, _spmm_product_sm90
 from qsparse.kernels._face import C_FLOATS
 from qsparse.kernels._load import launch, multiprocessors
 from qsparse.kernels.gemm import gemm
 
 SOURCE = "spmm_csr_expand_sm90.cu"
 _INDICES = {torch.int32: "int", torch.uint16: "unsigned short"}
-_WARPS, _BLOCK, _REPAIR_BLOCK, _REPAIR_BLOCKS = 4, 128, 256, 8
+_WARPS, _BLOCKS, _REPAIR_BLOCK, _REPAIR_BLOCKS = 4, 6, 256, 8  # a block's, a multiprocessor's
+_MOST_WIDTH, _STEP = 32768, 2048  # bytes of a row that a warp expands at once; what they are rounded up to
+_SHARED, _RESERVED = 227 * 1024, 1024  # a multiprocessor's, and of it for each block
+_PROCESSORS = 132  # of an H200
 
 
 def instances() -> tuple[str, ...]:
@@ -28,33 +32,52 @@ def instances() -> tuple[str, ...]:
     )
 
 
-def time(dtype: torch.dtype, m: int, n: int, k: int) -> float:
-    """µs on an H200 of writing W out and multiplying, the second in float32 as "highest" does."""
+def time(dtype: torch.dtype, m: int, n: int, k: int, ieee: bool = False, nnz: int = 0) -> float:
+    """µs on an H200 of writing W out and multiplying, the second in float32 as "highest" does, or with ``ieee``."""
     if n * k >= 2**31:
         return math.inf
+    if ieee:
+        cycles = _gemm_simt.estimate(*_gemm_simt.plan(m, n, k, _PROCESSORS), m, n, k, _PROCESSORS)
+        return 8 + n * k * 4 / 2.5e6 + m * n * 4 / 3.5e6 + cycles / 1620
     if dtype == torch.float32:
         return 31 + (m + n) * k * 5.6e-6 + m * n * k / 1.28e8
-    return 15 + n * k * 2 / 2.5e6 + m * n * k / 2.5e8
+    return 10 + n * k / 1.8e6 + nnz / 4.7e5 + max(m * n * k / 4.3e8, m * (n + k) / 1.4e6)
 
 
 def pays(dtype: torch.dtype, m: int, n: int, k: int, nnz: int) -> bool:
     """Whether writing and multiplying a dense W of halves takes less time than tiles that go through the entries."""
-    return time(dtype, m, n, k) < 18 + n * k / 4e5 + m * nnz / 4e6
+    return time(dtype, m, n, k, False, nnz) < 18 + n * k / 4e5 + m * nnz / 4e6
 
 
-def spmm(x, values, cols, row_offsets, bias, n: int, relu: bool) -> torch.Tensor:
-    """``act(x @ W.T + bias)``, row-major; float32 as ``gemm`` does with ``precision="highest"``."""
+def spmm(x, values, cols, row_offsets, bias, n: int, relu: bool, ieee: bool = False) -> torch.Tensor:
+    """``act(x @ W.T + bias)``, row-major; float32 as ``gemm`` does with ``precision="highest"``, or "ieee"."""
     (m, k), device = x.shape, x.device
-    vector = 16 // x.element_size()
-    stride = -(-k // vector) * vector
-    w = torch.empty((n, stride), dtype=x.dtype, device=device)
+    w = expand(values, cols, row_offsets, (n, k))
+    if _spmm_product_sm90.takes(x, n):
+        return _spmm_product_sm90.product(x, w, values, cols, row_offsets, bias, n, relu)
+    y = gemm(x, w, bias, relu=relu, precision="highest" if x.dtype == torch.float32 and not ieee else "ieee")
     entries = (values.data_ptr(), cols.data_ptr(), row_offsets.data_ptr())
-    types = f"<{C_FLOATS[x.dtype]}, {_INDICES[cols.dtype]}>"
-    arguments = (*entries, w.data_ptr(), n, k, stride)
-    launch(device, SOURCE, f"spmm_csr_expand{types}", "PPPPqqq", arguments, grid=-(-n // _WARPS), block=_BLOCK)
-    y = gemm(x, w[:, :k], bias, relu=relu, precision="highest" if x.dtype == torch.float32 else "ieee")
+    types, vector = _types(values, cols), 16 // x.element_size()
     grid = min(_REPAIR_BLOCKS * multiprocessors(device.index)[1], -(-m * n // (vector * _REPAIR_BLOCK)))
     bias_address = 0 if bias is None else bias.data_ptr()
     arguments = (y.data_ptr(), x.data_ptr(), *x.stride(), *entries, bias_address, m, n, relu)
     launch(device, SOURCE, f"spmm_csr_repair{types}", "PPqqPPPPqqi", arguments, grid=grid, block=_REPAIR_BLOCK)
     return y
+
+
+def expand(values, cols, row_offsets, shape: tuple[int, int]) -> torch.Tensor:
+    """W (N, K), its rows on 16 bytes; a row in which a column repeats has a NaN."""
+    (n, k), itemsize, device = shape, values.element_size(), values.device
+    stride = -(-k * itemsize // 16) * 16 // itemsize
+    w = torch.empty((n, stride), dtype=values.dtype, device=device)
+    width = min(-(-stride * itemsize // _STEP) * _STEP, _MOST_WIDTH)
+    shared = _WARPS * width
+    blocks = min(_BLOCKS, _SHARED // (shared + _RESERVED)) * multiprocessors(device.index)[1]
+    arguments = (values.data_ptr(), cols.data_ptr(), row_offsets.data_ptr(), w.data_ptr(), n, stride, width // itemsize)
+    grid, instance = min(-(-n // _WARPS), blocks), f"spmm_csr_expand{_types(values, cols)}"
+    launch(device, SOURCE, instance, "PPPPiii", arguments, grid=grid, block=32 * _WARPS, shared=shared)
+    return w[:, :k]
+
+
+def _types(values, cols) -> str:
+    return f"<{C_FLOATS[values.dtype]}, {_INDICES[cols.dtype]}>"

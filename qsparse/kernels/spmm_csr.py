@@ -4,7 +4,14 @@ from __future__ import annotations
 
 import torch
 
-from qsparse.kernels import _spmm, _spmm_expand_sm90, _spmm_groups_sm90, _spmm_slab_sm90, _spmm_sm80
+from qsparse.kernels import (
+    _spmm,
+    _spmm_expand_sm90,
+    _spmm_groups_sm90,
+    _spmm_product_sm90,
+    _spmm_slab_sm90,
+    _spmm_sm80,
+)
 from qsparse.kernels._face import C_FLOATS, check_choice, check_same_device, check_tensor, face, rows
 
 SOURCES = {
@@ -13,6 +20,7 @@ SOURCES = {
     _spmm_groups_sm90.SOURCE: _spmm_groups_sm90.instances(),
     _spmm_slab_sm90.SOURCE: _spmm_slab_sm90.instances(),
     _spmm_expand_sm90.SOURCE: _spmm_expand_sm90.instances(),
+    _spmm_product_sm90.SOURCE: _spmm_product_sm90.instances(),
 }
 
 

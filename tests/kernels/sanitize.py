@@ -29,6 +29,7 @@ from qsparse.kernels import (
     _spmm,
     _spmm_expand_sm90,
     _spmm_groups_sm90,
+    _spmm_product_sm90,
     _spmm_slab_sm90,
     _spmm_sm80,
 )
@@ -172,6 +173,12 @@ def large_sparse() -> None:
             if choice.shared(k, dtype.itemsize) <= _spmm_slab_sm90.SHARED and whole:
                 _spmm_sm80.run_slab(choice, x, *arrays, bias, y, True, plan)
         _spmm_expand_sm90.spmm(x, *arrays, bias, n, True)
+        if dtype == torch.float16:
+            x = normal(m, -(-k // 8) * 8, dtype=dtype)[:, :k]
+            x[3, 4] = float("nan")
+            for config in _spmm_product_sm90.POSSIBLE:
+                w = _spmm_expand_sm90.expand(*arrays, (n, k))
+                _spmm_product_sm90.product(x, w, *arrays, bias, n, True, config)
     if kernels.spmm_csr.tier(DEVICE) == "sm90":
         values, cols, offsets = random_csr(401, 1001)
         x, y, bias = normal(333, 1001), normal(333, 401), normal(401)

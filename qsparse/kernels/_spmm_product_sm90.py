@@ -1,0 +1,84 @@
+"""The host side of ``spmm_csr_product_sm90.cu``: the dense product of halves, right where CSR and dense W differ.
+
+The face of the operation is :mod:`qsparse.kernels.spmm_csr`; :mod:`._spmm_expand_sm90` writes W out.
+"""
+
+from __future__ import annotations
+
+import functools
+import struct
+
+import torch
+
+from qsparse.kernels import _gemm_single_sm90
+from qsparse.kernels._face import C_FLOATS
+from qsparse.kernels._gemm_single_sm90 import Single
+from qsparse.kernels._gemm_sm90_configs import CONFIGS, FEW, NO_MAP, Config, biggest, grid, nearest, output_map
+from qsparse.kernels._load import following, launch, multiprocessors, tensor_map
+
+SOURCE = "spmm_csr_product_sm90.cu"
+DTYPES = (torch.float16, torch.bfloat16)
+POSSIBLE = tuple(config for config in (*CONFIGS, *_gemm_single_sm90.CONFIGS) if config.split == 1)
+_CSR = struct.Struct("@PqPPPi4x")  # the struct Csr
+_RELU, _TMA_STORE, _PAIRS = 1, 2, 8  # of the pipeline's flags
+
+
+def instances() -> tuple[str, ...]:
+    """All kernels of the source."""
+    return tuple(dict.fromkeys(_instance(config, dtype) for dtype in DTYPES for config in POSSIBLE))
+
+
+def _instance(config: Config | Single, dtype: torch.dtype) -> str:
+    if isinstance(config, Single):
+        sizes = (config.bm, config.bn, config.consumers, config.stages, config.cm, config.cn)
+        return f"spmm_csr_product_single<{C_FLOATS[dtype]}, {', '.join(map(str, sizes))}>"
+    return f"spmm_csr_product<{C_FLOATS[dtype]}, {config.tile_arguments}>"
+
+
+def takes(x: torch.Tensor, n: int) -> bool:
+    """Whether x (M, K) is of halves whose rows are contiguous and start on 16 bytes, as the copy engine has them."""
+    aligned = x.stride(1) == 1 and x.stride(0) >= x.shape[1] and not (x.data_ptr() % 16 or x.stride(0) % 8)
+    return x.dtype in DTYPES and aligned and min(*x.shape, n) > 0 and max(*x.shape, n) < 2**30
+
+
+@functools.lru_cache(maxsize=4096)
+def choose(m: int, n: int, k: int, dtype: torch.dtype, gpu: str, sms: int) -> Config | Single:
+    """What the dense product's table has for the nearest shape, without those that divide K."""
+    keys = (gpu, str(dtype).removeprefix("torch."), "nt"), (gpu, "float16", "nt"), ("NVIDIA H200", "float16", "nt")
+    found = nearest(m, n, k, keys, lambda config: config.split == 1 and config.suits(m, n, k))
+    return found or biggest(FEW, m, n, sms)
+
+
+def product(
+    x, w, values, cols, row_offsets, bias, n: int, relu: bool, config: Config | Single | None = None
+) -> torch.Tensor:
+    """``act(x @ W.T + bias)`` (M, N) row-major, W also as ``w`` (N, K), by the kernel launched just before.
+
+    ``takes(x, n)``, rows of ``w`` on 16 bytes; the other arrays are contiguous. ``config`` is chosen where None.
+    """
+    (m, k), name_and_sms = x.shape, multiprocessors(x.device.index)
+    config = config or choose(m, n, k, x.dtype, *name_and_sms)
+    y = torch.empty((m, n), dtype=x.dtype, device=x.device)
+    entries = (values.data_ptr(), cols.data_ptr(), row_offsets.data_ptr(), cols.dtype == torch.uint16)
+    maps = (
+        tensor_map(x.data_ptr(), x.dtype, m, k, x.stride(0), (config.bm // config.cn, 64)),
+        tensor_map(w.data_ptr(), w.dtype, n, k, w.stride(0), (config.bn // config.cm, 64)),
+    )
+    bias_address = 0 if bias is None else bias.data_ptr()
+    arrays = (bias_address, y.data_ptr(), _CSR.pack(x.data_ptr(), x.stride(0), *entries))
+    flags, instance = _RELU * relu | (0 if n % 2 else _PAIRS), _instance(config, x.dtype)
+    if isinstance(config, Single):
+        flags |= 0 if n % 8 else _gemm_single_sm90.WIDE
+        arguments = (*maps, *arrays, m, n, k, flags, *config.walk(m))
+        blocks, threads = config.tiles(m, n) * config.cluster, 128 * config.consumers + 32
+        formats = f"128s128sPP{_CSR.size}siiiiiI"
+    else:
+        y_map = output_map(config, y.dtype, m, n, y.data_ptr() % 16)
+        flags |= _TMA_STORE if y_map else 0
+        maps = (*maps, tensor_map(y.data_ptr(), *y_map) if y_map else NO_MAP)
+        arguments = (*maps, *arrays, m, n, k, flags, config.group)
+        blocks, threads = grid(config, m, n, name_and_sms[1])
+        formats = f"128s128s128sPP{_CSR.size}siiiii"
+    with following():
+        launch(x.device, SOURCE, instance, formats, arguments, grid=blocks, block=threads, shared=config.shared())
+    return y

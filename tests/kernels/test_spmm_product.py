@@ -1,0 +1,82 @@
+"""CSR written out and multiplied on Hopper's tensor cores: each configuration, and what a dense product gets wrong."""
+
+import pytest
+import torch
+
+from qsparse.kernels import _spmm_expand_sm90, _spmm_product_sm90
+from qsparse.sparse import to_csr
+
+DTYPES = [torch.float32, torch.float16, torch.bfloat16]
+NAN, INF = float("nan"), float("inf")
+
+pytestmark = pytest.mark.gpu
+
+
+@pytest.fixture(autouse=True)
+def _hopper():
+    if torch.cuda.get_device_capability() != (9, 0):
+        pytest.skip("the copy engine is Hopper's")
+
+
+@pytest.mark.parametrize("index", [torch.int32, torch.uint16])
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("size", [(1, 1), (5, 7), (401, 1001), (4000, 64), (9, 40000)], ids=str)
+def test_w_is_written_out(dtype, index, size, sparse):
+    """Several rows a warp, rows of several windows, empty and full ones; beyond K zeros."""
+    for density in (0.0, 0.02, 0.3, 1.0):
+        w = sparse(*size, density, dtype).cuda()
+        w[size[0] // 2] = 0
+        values, cols, offsets = to_csr(w, w != 0)
+        out = _spmm_expand_sm90.expand(values, cols.to(index), offsets, size)
+        assert torch.equal(out, w)
+        whole = out.as_strided((size[0], out.stride(0)), (out.stride(0), 1))
+        assert not whole[:, size[1] :].any()
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_columns_in_any_order_and_repeated_ones(dtype, sparse):
+    w = sparse(70, 1001, 0.5, dtype).cuda()
+    values, cols, offsets = to_csr(w, w != 0)
+    for row in (3, 50):  # as they come
+        entries = slice(int(offsets[row]), int(offsets[row + 1]))
+        order = torch.randperm(entries.stop - entries.start, generator=torch.Generator().manual_seed(row)).cuda()
+        values[entries], cols[entries] = values[entries][order], cols[entries][order]
+    assert torch.equal(_spmm_expand_sm90.expand(values, cols, offsets, w.shape), w)
+    pairs = {10: (0, 1), 11: (31, 32), 12: (383, 384), 13: (5, 200), 14: (-2, -1)}
+    for row, (i, j) in pairs.items():
+        entries = cols[int(offsets[row]) : int(offsets[row + 1])]
+        entries[j] = entries[i]
+    values[int(offsets[11]) + 31] = values[int(offsets[11]) + 32]  # the same value at the same place
+    marked = _spmm_expand_sm90.expand(values, cols, offsets, w.shape).isnan().any(dim=1)
+    assert marked.nonzero().flatten().tolist() == list(pairs)
+
+
+@pytest.mark.parametrize("dtype", _spmm_product_sm90.DTYPES)
+@pytest.mark.parametrize("config", _spmm_product_sm90.POSSIBLE, ids=str)
+@pytest.mark.parametrize("size", [(333, 401, 1001), (17, 70, 60), (600, 304, 784)], ids=str)
+def test_every_configuration(dtype, config, size, normal, sparse, to_numpy, assert_close):
+    m, n, k = size
+    w, bias = sparse(n, k, 0.3, dtype).cuda(), normal(n, dtype=dtype, device="cuda")
+    wide = normal(m, -(-k // 8) * 8, dtype=dtype, device="cuda")
+    x = wide[:, :k]
+    values, cols, offsets = to_csr(w, w != 0)
+
+    def product(*options):
+        out = _spmm_expand_sm90.expand(values, cols, offsets, (n, k))
+        return _spmm_product_sm90.product(x, out, values, cols, offsets, *options, config)
+
+    assert _spmm_product_sm90.takes(x, n)
+    assert_close(product(bias, n, True), (to_numpy(x) @ to_numpy(w).T + to_numpy(bias)).clip(min=0))
+    w[9] = 0  # a column that repeats adds up
+    first = int(offsets[9])
+    cols[first + 1] = cols[first]
+    row = slice(first, int(offsets[10]))
+    w[9] = torch.zeros(k, device="cuda").index_add_(0, cols[row].long(), values[row].float()).to(dtype)
+    x[1, 5], x[m - 2, 6], x[m - 1] = NAN, INF, NAN
+    y = product(None, n, False)
+    stored = torch.zeros(n, k, dtype=torch.bool, device="cuda")
+    stored[torch.arange(n, device="cuda").repeat_interleave(offsets.diff()), cols.long()] = True
+    touched = (~x.isfinite()).double() @ stored.double().t() > 0
+    assert torch.equal(y.isfinite(), ~touched)
+    reference = to_numpy(x.nan_to_num(0, 0, 0)) @ to_numpy(w).T
+    assert_close(y[~touched], reference[to_numpy(~touched)])
