@@ -38,7 +38,7 @@ def time(dtype: torch.dtype, m: int, n: int, k: int, ieee: bool = False, nnz: in
         return math.inf
     if ieee:
         cycles = _gemm_simt.estimate(*_gemm_simt.plan(m, n, k, _PROCESSORS), m, n, k, _PROCESSORS)
-        return 8 + n * k * 4 / 2.5e6 + m * n * 4 / 3.5e6 + cycles / 1620
+        return 16 + (m + k) * n * 4 / 2.5e6 + cycles / 1610
     if dtype == torch.float32:
         return 31 + (m + n) * k * 5.6e-6 + m * n * k / 1.28e8
     return 10 + n * k / 1.8e6 + nnz / 4.7e5 + max(m * n * k / 4.3e8, m * (n + k) / 1.4e6)

@@ -26,6 +26,7 @@ _STATIC_SHARED = 12288  # bytes that the kernels declare themselves, at most
 _MOST_STAGES = 4
 _MOST_SMALL_ROWS = 1024
 _SLAB_PLAN_US = 26  # on an H200, where blocks that divide K need a plan that is not kept
+_TURNED_A_US = 2e6  # bytes that a copy turns a µs there
 DENSE = "dense"
 
 # What the kernels take by value: see the structs of the same names.
@@ -173,7 +174,8 @@ def spmm(x, values, cols, row_offsets, bias, n: int, relu: bool, columns: bool, 
     hopper = large and torch.cuda.get_device_capability(x.device) == (9, 0)
     choice = _hopper_choice(x, n, nnz, plan, columns, ieee) if hopper else None
     if choice == DENSE:
-        return _spmm_expand_sm90.spmm(x, values, cols, row_offsets, bias, n, relu)
+        y = _spmm_expand_sm90.spmm(x, values, cols, row_offsets, bias, n, relu, ieee)
+        return rows(y.t()).t() if columns else y
     y = torch.empty((n, m) if columns else (m, n), dtype=x.dtype, device=x.device)
     y = y.t() if columns else y
     if not y.numel():
@@ -193,15 +195,14 @@ def spmm(x, values, cols, row_offsets, bias, n: int, relu: bool, columns: bool, 
 def _hopper_choice(x, n: int, nnz: int, plan: Plan | None, columns: bool, ieee: bool):
     """What takes the least time on an H200: a choice of slabs or of groups, `DENSE`, or None for tiles.
 
-    `DENSE` is W written out and multiplied on the tensor cores: row-major only, in float32 not with ``ieee``, and in
-    halves only where their `gemm` takes x.
+    `DENSE` is W written out and multiplied by `gemm`: in float32 by multiply-adds with ``ieee``, and in halves
+    row-major only, where the tensor cores take x.
     """
     (m, k), itemsize = x.shape, x.element_size()
     _, processors = multiprocessors(x.device.index)
     us, choice = _spmm_slab_sm90.choose(m, n, k, nnz, itemsize, processors)
-    dense_us = _spmm_expand_sm90.time(x.dtype, m, n, k)
     if x.dtype != torch.float32:
-        if us < dense_us:
+        if us < _spmm_expand_sm90.time(x.dtype, m, n, k, False, nnz):
             return choice
         dense = not columns and _in_vectors(x) and _spmm_expand_sm90.pays(x.dtype, m, n, k, nnz)
         return DENSE if dense else None
@@ -210,7 +211,10 @@ def _hopper_choice(x, n: int, nnz: int, plan: Plan | None, columns: bool, ieee: 
     groups_us, groups = _spmm_groups_sm90.expected(m, n, k, nnz, plan and plan.groups, processors)
     if groups_us < us:
         us, choice = groups_us, groups
-    return DENSE if not (ieee or columns) and min(m, n) >= 128 and dense_us < us else choice
+    dense_us = _spmm_expand_sm90.time(x.dtype, m, n, k, ieee or min(m, n) < 128)
+    if columns:
+        dense_us += m * n * 8 / _TURNED_A_US
+    return DENSE if dense_us < us else choice
 
 
 def _in_vectors(x) -> bool:

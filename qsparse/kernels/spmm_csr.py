@@ -58,12 +58,14 @@ def spmm_csr(
         Look at every index first (on a GPU this waits for the device). Pass False only for arrays checked before:
         a bad index then reads out of bounds.
     columns : bool
-        Return y column-major. With ``x = X.t()``, the result's ``.t()`` is ``W @ X``, row-major, and nothing is copied.
+        Return y column-major. With ``x = X.t()``, the result's ``.t()`` is ``W @ X``, row-major, and X is not copied.
     plan : what ``spmm_csr.plan(col_indices, row_offsets, shape=(N, K))`` returned for these very arrays, optional
         Saves looking at the pattern at each call (batches of more than 16 rows, on a GPU). Values may change.
     precision : str
         How float32 is multiplied. "ieee": by float32 multiply-adds. "highest": on the tensor cores of a Hopper card,
         W written out for the call, as ``gemm`` does with this name, where that takes less time; "ieee" elsewhere.
+        Where W is so dense that going through its entries takes longer, "ieee" on a Hopper card writes W out too, and
+        multiplies it as ``gemm`` does.
 
     Returns
     -------

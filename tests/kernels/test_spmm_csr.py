@@ -175,22 +175,37 @@ def test_w_times_x_column_major(device, dtype, normal, sparse, to_numpy, assert_
         assert_close(y, to_numpy(w) @ to_numpy(x) + to_numpy(bias)[:, None])
 
 
+@pytest.mark.parametrize("columns", [False, True])
+@pytest.mark.parametrize("precision", ["ieee", "highest"])
 @pytest.mark.parametrize("size", [(140, 200), (700, 701)], ids=str)
-def test_highest_precision_is_no_less_precise(device, size, normal, sparse, to_numpy, assert_close, monkeypatch):
-    """On the tensor cores too, what is not finite meets stored entries only, and a column may repeat."""
-    monkeypatch.setattr(_spmm_expand_sm90, "time", lambda *_: 0.0)
+def test_w_written_out(device, size, precision, columns, normal, sparse, to_numpy, assert_close, monkeypatch):
+    """By a dense product too, what is not finite meets stored entries only, and a column may repeat."""
     w, bias = sparse(*size, 0.3), normal(size[0], device=device)
     values, cols, offsets = to_csr(w, device)
     x = normal(260, size[1], device=device)
-    y = kernels.spmm_csr(x, values, cols, offsets, bias, shape=size, precision="highest")
+    options = {"shape": size, "precision": precision, "columns": columns}
+
+    def by_dense(*bias):
+        monkeypatch.setattr(_spmm_expand_sm90, "time", lambda *_: -1e9)
+        with launched() as ran:
+            y = kernels.spmm_csr(x, values, cols, offsets, *bias, **options)
+        if device.type == "cuda" and torch.cuda.get_device_capability(device) == (9, 0):
+            by = {name.partition(":")[0] for name in ran if name.startswith("gemm")}
+            assert by == {"gemm_simt.cu"} or (by and precision == "highest")
+        return y
+
+    y = by_dense(bias)
+    assert y.t().is_contiguous() if columns else y.is_contiguous()
     assert_close(y, to_numpy(x) @ to_numpy(w).T + to_numpy(bias))
     x[1, 5], x[200, 6], cols[1] = NAN, INF, cols[0]
-    by_rows, ieee = (kernels.spmm_csr(x, values, cols, offsets, shape=size, precision=p) for p in ("highest", "ieee"))
-    assert torch.equal(by_rows.isfinite(), ieee.isfinite())
-    finite = ieee.isfinite()
-    assert_close(by_rows[finite], to_numpy(ieee[finite]))
+    dense = by_dense()
+    monkeypatch.setattr(_spmm_expand_sm90, "time", lambda *_: INF)
+    by_entries = kernels.spmm_csr(x, values, cols, offsets, **options)
+    assert torch.equal(dense.isfinite(), by_entries.isfinite())
+    finite = by_entries.isfinite()
+    assert_close(dense[finite], to_numpy(by_entries[finite]))
     with pytest.raises(ValueError, match=r"^precision must be one of ieee, highest, got .high"):
-        kernels.spmm_csr(x, values, cols, offsets, shape=size, precision="high")
+        kernels.spmm_csr(x, values, cols, offsets, **{**options, "precision": "high"})
 
 
 @pytest.mark.parametrize("m", [3, 300])
