@@ -119,6 +119,7 @@ class Plan:
     """
 
     groups: object = None  # what the kernels of _spmm_groups_sm90 keep of the same pattern
+    few: object = None  # and that of _spmm_few_sm80
 
     def __init__(self, cols, row_offsets, shape, widths=None, look: bool = True):
         n, self.k = shape

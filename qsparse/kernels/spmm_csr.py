@@ -7,6 +7,7 @@ import torch
 from qsparse.kernels import (
     _spmm,
     _spmm_expand_sm90,
+    _spmm_few_sm80,
     _spmm_groups_sm90,
     _spmm_product_sm90,
     _spmm_slab_sm90,
@@ -20,6 +21,7 @@ SOURCES = {
     _spmm_groups_sm90.SOURCE: _spmm_groups_sm90.instances(),
     _spmm_slab_sm90.SOURCE: _spmm_slab_sm90.instances(),
     _spmm_expand_sm90.SOURCE: _spmm_expand_sm90.instances(),
+    _spmm_few_sm80.SOURCE: _spmm_few_sm80.instances(),
     _spmm_product_sm90.SOURCE: _spmm_product_sm90.instances(),
 }
 
@@ -60,7 +62,8 @@ def spmm_csr(
     columns : bool
         Return y column-major. With ``x = X.t()``, the result's ``.t()`` is ``W @ X``, row-major, and X is not copied.
     plan : what ``spmm_csr.plan(col_indices, row_offsets, shape=(N, K))`` returned for these very arrays, optional
-        Saves looking at the pattern at each call (batches of more than 16 rows, on a GPU). Values may change.
+        Saves looking at the pattern at each call, on a GPU, and lets tensor cores multiply up to 64 rows of halves.
+        Values may change.
     precision : str
         How float32 is multiplied. "ieee": by float32 multiply-adds. "highest": on the tensor cores of a Hopper card,
         W written out for the call, as ``gemm`` does with this name, where that takes less time; "ieee" elsewhere.
@@ -96,6 +99,8 @@ def spmm_csr(
         return rows(y.t()).t() if columns else y
     if _spmm.has_sm80(x.device):
         bias = None if bias is None else rows(bias)
+        if plan and plan.few and not columns and (division := _spmm_few_sm80.choose(x, n, values.numel())):
+            return _spmm_few_sm80.spmm(division, x, values, col_indices, row_offsets, bias, n, relu, plan.few)
         return _spmm_sm80.spmm(x, values, col_indices, row_offsets, bias, n, relu, columns, plan, precision == "ieee")
     col_indices = col_indices.int()
     entries = (values.data_ptr(), col_indices.data_ptr(), row_offsets.data_ptr())
@@ -125,6 +130,7 @@ def plan(col_indices, row_offsets, *, shape):
     if col_indices.device.type == "cpu" or not _spmm.has_sm80(col_indices.device):
         return None
     found = _spmm_sm80.Plan(col_indices, row_offsets, (n, k))
+    found.few = _spmm_few_sm80.pattern(found.cols, found.row_offsets, (n, k))
     if torch.cuda.get_device_capability(col_indices.device) == (9, 0) and found.nnz:
         found.groups = _spmm_groups_sm90.Plan(found.cols, found.row_offsets, (n, k))
     torch.cuda.current_stream(col_indices.device).synchronize()  # it is there for every stream
