@@ -53,9 +53,9 @@ def sparsify(
     """Return a copy of `model` that stores only the weights that stay (see `qsparse.sparse`).
 
     `masks` maps a layer's name to a bool tensor (N, K), True where the weight stays; `format` is "csr" (left out),
-    "coo", "2:4", "bitmap" or "auto", and may come third. Or `masks` is a `qsparse.sparse.SparseConfig`, which names the
-    format too, and `data` the data set whose training images its pruner looks at (wanda, snip, sparsegpt and movement
-    need it), or a pair of images and labels.
+    "coo", "2:4", "bitmap", "entries" or "auto", and may come third. Or `masks` is a `qsparse.sparse.SparseConfig`,
+    which names the format too, and `data` the data set whose training images its pruner looks at (wanda, snip,
+    sparsegpt and movement need it), or a pair of images and labels.
     """
     from qsparse import sparse
 

@@ -24,6 +24,7 @@ from qsparse.errors import UserError
 from qsparse.kernels import _load
 from qsparse.models import MLP
 from qsparse.nn import (
+    EntryLinear,
     Fp8Linear,
     Linear,
     QuantLinear,
@@ -303,6 +304,8 @@ def _dtype_name(layer: torch.nn.Module) -> str:
         return f"int{layer.bits}wo"
     if isinstance(layer, Fp8Linear):
         return "float8_e4m3fn"
+    if isinstance(layer, EntryLinear):
+        return str(layer.dtype).removeprefix("torch.")
     stored = layer.values if hasattr(layer, "values") else layer.weight
     return str(stored.dtype).removeprefix("torch.")
 

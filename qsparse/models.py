@@ -10,6 +10,7 @@ import torch
 
 from qsparse import nn
 from qsparse.data import normalize
+from qsparse.nn._common import chained
 
 FLOATS = (torch.float32, torch.float16, torch.bfloat16)
 
@@ -66,8 +67,10 @@ class MLP(torch.nn.Module):
             x = normalize(x, self.input_dtype)
         if nn.is_quant_network(layers):
             return nn.quant_network(layers, x if x.dtype in FLOATS else x.float())
-        for layer in layers:
-            x = layer(x.to(input_dtype_of(layer)))
+        x = layers[0](x.to(input_dtype_of(layers[0])))
+        with chained():
+            for layer in layers[1:]:
+                x = layer(x.to(input_dtype_of(layer)))
         return x.float()
 
     def cpu_kernel(self) -> str:
@@ -104,7 +107,7 @@ def _of_layers(layers: dict[str, torch.nn.Module]) -> MLP:
 
 def input_dtype_of(layer: torch.nn.Module) -> torch.dtype:
     """The float dtype of the activations that a layer takes."""
-    if isinstance(layer, nn.WeightOnlyLinear):
+    if isinstance(layer, nn.WeightOnlyLinear | nn.EntryLinear):
         return layer.dtype
     weight = layer.values if hasattr(layer, "values") else layer.weight
     return weight.dtype if weight.is_floating_point() else torch.float32

@@ -125,8 +125,8 @@ def sparsify_run(
     **pruning: Any,
 ) -> Compressed:
     """Keep the fraction `density` of a run's weights, by default those of the largest magnitude over all layers, store
-    them as `format` (csr, coo, 2:4, bitmap or auto), save the model as RUN/<format>-<density> and whatever else tells
-    this pruning from others, measure it beside the baseline, and append the rows to the run's rows.jsonl.
+    them as `format` (csr, coo, 2:4, bitmap, entries or auto), save the model as RUN/<format>-<density> and whatever
+    else tells this pruning from others, measure it beside the baseline, and append the rows to the run's rows.jsonl.
 
     run, device, console, measuring: as in `quantize_run`. finetune_epochs: epochs of training with the pruned weights
     held at zero, before they are dropped. Its learning rate decays linearly from `lr` (None: the run's own) to zero;

@@ -52,7 +52,22 @@ def variants(model: MLP) -> dict[str, MLP]:
 
 
 @pytest.mark.parametrize(
-    "kind", ["dense", "fp16", "bf16", "int8", "csr", "coo", "2:4", "bitmap", "auto", "csr int8", "2:4 int8", "2:4 bf16"]
+    "kind",
+    [
+        "dense",
+        "fp16",
+        "bf16",
+        "int8",
+        "csr",
+        "coo",
+        "2:4",
+        "bitmap",
+        "entries",
+        "auto",
+        "csr int8",
+        "2:4 int8",
+        "2:4 bf16",
+    ],
 )
 def test_a_model_comes_back_with_the_same_bytes_and_logits(model, images, kind):
     original = variants(model)[kind]

@@ -456,6 +456,7 @@ SIZED = {
     nn.TwoFourLinear: {"in_features": 4, "out_features": 3},
     nn.QuantTwoFourLinear: {"in_features": 4, "out_features": 3},
     nn.BitmapLinear: {"in_features": 4, "out_features": 3, "values": 8},
+    nn.EntryLinear: {"in_features": 4, "out_features": 3, "entries": 8},
 }
 
 
@@ -489,6 +490,7 @@ ONES = torch.ones(1, 8)
         (lambda a: nn.TwoFourLinear.from_24(ONES, a, shape=(1, 8)), "metadata"),
         (lambda a: nn.QuantTwoFourLinear.from_integers(ONES, ONES, a, shape=(1, 8)), "weight_scale"),
         (lambda a: nn.BitmapLinear.from_tiles(a, ONES, ONES, shape=(1, 8)), "values"),
+        (lambda a: nn.EntryLinear.from_tiles(a, ONES, shape=(1, 8), dtype=torch.float16), "entries"),
     ],
 )
 def test_a_layer_of_what_is_no_tensor_is_refused(make, name):

@@ -70,6 +70,7 @@ def test_a_pattern_is_stored_as_csr_and_the_row_says_so(run):
         (("--format", "2:4", "--dtype", "bf16", "--pruner", "sparsegpt"), "2of4-bf16-sparsegpt", "2:4", "bfloat16"),
         (("--format", "2:4", "--pattern", "1:4", "--finetune-epochs", 1), "2of4-1of4-ft1", "2:4", "float16"),
         (("--format", "bitmap", "--density", 0.3), "bitmap-0.3", "bitmap", "float16"),
+        (("--format", "entries", "--density", 0.3), "entries-0.3", "entries", "float16"),
         (("--format", "csr", "--density", 0.3, "--dtype", "fp16"), "csr-0.3-fp16", "csr", "float16"),
     ],
 )
@@ -84,7 +85,8 @@ def test_every_format_is_stored_loaded_and_measured(run, options, variant, forma
     assert row["weight_bytes"] == sum(t.numel() * t.element_size() for t in model.state_dict().values())
     kept = {"2of4-1of4-ft1": 0.25, "2of4": 0.5, "2of4-bf16-sparsegpt": 0.5}
     assert row["density"] == kept.get(variant, round(0.3 * (784 * 32 + 320)) / (784 * 32 + 320))
-    assert row["kernel"] == {"2:4": "gemm_24:cpu", "bitmap": "spmm_bitmap:cpu", "csr": "spmm_csr:cpu"}[format]
+    by = {"2:4": "gemm_24", "bitmap": "spmm_bitmap", "entries": "spmm_entries", "csr": "spmm_csr"}
+    assert row["kernel"] == f"{by[format]}:cpu"
 
 
 @pytest.mark.parametrize("command", ["sparsify", "compress"])

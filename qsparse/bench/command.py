@@ -27,7 +27,9 @@ Layout = choices("Layout", "nt", "nn", "tn")
 Tier = choices("Tier", "simt", "sm80", "sm90")
 Op = choices("Op", "gemm_int8", "gemm_fp8", "gemm_weight_only", "quantize_rows")
 SparseOp = choices(
-    "SparseOp", "spmm_csr", "spmm_coo", "spmm_csr_transposed", "spmm_bitmap", "sddmm", "gemm_24", "gemm_int8_24"
+    "SparseOp",
+    *("spmm_csr", "spmm_coo", "spmm_csr_transposed", "spmm_bitmap", "spmm_entries", "sddmm"),
+    *("gemm_24", "gemm_int8_24"),
 )
 SparseDtype = choices("SparseDtype", "float32", "float16", "bfloat16")
 Compile = choices("Compile", "off", "default", "max-autotune-no-cudagraphs")
@@ -184,7 +186,9 @@ def spmm(
     out: OutOption = None,
     tune: Annotated[
         bool,
-        typer.Option("--tune", help="Time CSR, bitmap tiles and dense instead, and keep the times in the table."),
+        typer.Option(
+            "--tune", help="Time CSR, both kinds of tiles and dense instead, and keep the times in the table."
+        ),
     ] = False,
     as_json: JsonOption = False,
 ) -> None:

@@ -2,10 +2,10 @@
 
 A shape is that of the layer, M, N, K = batch rows, outputs, inputs; W (N, K) has random entries of a density, x and
 the values are normal. `op` is `spmm_csr`, `spmm_coo` (entries sorted by row, the peer's too), `spmm_csr_transposed`
-(dy @ W, the input's gradient), `sddmm` (dy.T @ x at W's entries, the weights' gradient) or `spmm_bitmap` (16-bit), the
-last two on a GPU. A field `plan` says whether what a kernel finds out about W's pattern was `kept` from before, as in a
-layer, or found out in the call (`each call`); `kept, highest` is float32 on the tensor cores. `gemm_24` and
-`gemm_int8_24` are in two_four.py.
+(dy @ W, the input's gradient), `sddmm` (dy.T @ x at W's entries, the weights' gradient), `spmm_bitmap` or
+`spmm_entries` (16-bit), the last three on a GPU. A field `plan` says whether what a kernel finds out about W's pattern
+was `kept` from before, as in a layer, or found out in the call (`each call`); `kept, highest` is float32 on the tensor
+cores. `gemm_24` and `gemm_int8_24` are in two_four.py.
 
 The crossover is the density below which the sparse product is faster than cuBLAS's dense one of the same dtype.
 """
@@ -44,13 +44,18 @@ from qsparse.errors import UserError
 from qsparse.measure import environment
 from qsparse.sparse import to_csr
 from qsparse.sparse.bitmap_tiles import to_bitmap_tiles
+from qsparse.sparse.entry_tiles import to_entry_tiles
 
-OPS = ("spmm_csr", "spmm_coo", "spmm_csr_transposed", "spmm_bitmap", "sddmm")
+OPS = ("spmm_csr", "spmm_coo", "spmm_csr_transposed", "spmm_bitmap", "spmm_entries", "sddmm")
 CPU_OPS = OPS[:3]
 DTYPES = ("float32", "float16", "bfloat16")
 DENSITIES = (0.3, 0.1, 0.05, 0.02)
 GROUP = ("op", "dtype", "plan", "peer")
 _DENSE = ("cublas", "torch_fp32")
+_TILES = {
+    "spmm_bitmap": (to_bitmap_tiles, kernels.spmm_bitmap),
+    "spmm_entries": (to_entry_tiles, kernels.spmm_entries),
+}
 
 
 @dataclass(frozen=True)
@@ -140,9 +145,10 @@ def _contest(op: str, given: Problem) -> Contest:
         options = {"shape": shape, "ordered": True, **unchecked}
         ours = {"each call": Call(lambda: kernels.spmm_coo(a, values, given.rows, cols, **options))}
         return Contest(op, ours, sparse.coo_products(a, csr, given.rows, shape), reference, moved + 4 * given.nnz)
-    if op == "spmm_bitmap":
-        tiles = to_bitmap_tiles(w, w != 0)
-        ours = {"each call": Call(functools.partial(kernels.spmm_bitmap, a, *tiles, shape=shape, **unchecked))}
+    if op in _TILES:
+        pack, face = _TILES[op]
+        tiles = pack(w, w != 0)
+        ours = {"each call": Call(functools.partial(face, a, *tiles, shape=shape, **unchecked))}
         moved += sum(part.numel() * part.element_size() for part in tiles) - entries
         return Contest(op, ours, sparse.products(a, csr, shape) | sparse.dense_products(a, w), reference, moved)
     plan = kernels.spmm_csr.plan(cols, offsets, shape=shape)
@@ -342,9 +348,9 @@ def bench(
 
 
 def _offered(op: str, dtype: str, on_gpu: bool) -> bool:
-    """Whether there is something to compare: PyTorch's COO and sampled product take no halves, bitmaps and 2:4 those
+    """Whether there is something to compare: PyTorch's COO and sampled product take no halves, tiles and 2:4 those
     alone, and int8 is int8."""
-    if op in ("spmm_bitmap", "gemm_24"):
+    if op in (*_TILES, "gemm_24"):
         return on_gpu and dtype != "float32"
     return dtype == "float32" if op in ("spmm_coo", "sddmm") else op != "gemm_int8_24"
 

@@ -23,6 +23,7 @@ from qsparse.kernels.softmax_cross_entropy import softmax_cross_entropy
 from qsparse.kernels.spmm_bitmap import spmm_bitmap
 from qsparse.kernels.spmm_coo import spmm_coo
 from qsparse.kernels.spmm_csr import spmm_csr
+from qsparse.kernels.spmm_entries import spmm_entries
 from qsparse.kernels.train_mlp import train_mlp
 
 __all__ = [
@@ -43,6 +44,7 @@ __all__ = [
     "spmm_bitmap",
     "spmm_coo",
     "spmm_csr",
+    "spmm_entries",
     "train_mlp",
 ]
 

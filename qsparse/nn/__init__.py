@@ -8,6 +8,7 @@ count: on a GPU that waits).
 
 from qsparse.nn._common import stored_bytes
 from qsparse.nn.bitmap_linear import BitmapLinear
+from qsparse.nn.entry_linear import EntryLinear
 from qsparse.nn.fp8_linear import Fp8Linear
 from qsparse.nn.linear import Linear
 from qsparse.nn.loss import cross_entropy
@@ -20,7 +21,7 @@ from qsparse.nn.weight_only_linear import WeightOnlyLinear
 from qsparse.nn.zero_point_linear import ZeroPointLinear
 
 _QUANTIZED = (QuantLinear, ZeroPointLinear, WeightOnlyLinear, Fp8Linear)
-_SPARSE = (SparseLinear, QuantSparseLinear, TwoFourLinear, QuantTwoFourLinear, BitmapLinear)
+_SPARSE = (SparseLinear, QuantSparseLinear, TwoFourLinear, QuantTwoFourLinear, BitmapLinear, EntryLinear)
 _KINDS = {kind.__name__: kind for kind in (Linear, *_QUANTIZED, *_SPARSE)}
 
 
@@ -35,6 +36,7 @@ def from_description(description: dict):
 
 __all__ = [
     "BitmapLinear",
+    "EntryLinear",
     "Fp8Linear",
     "Linear",
     "QuantLinear",

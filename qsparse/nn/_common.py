@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import numbers
 from typing import Self
 
 import torch
+
+from qsparse.kernels._load import following
 
 DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in (torch.float32, torch.float16, torch.bfloat16)}
 
@@ -29,6 +32,11 @@ def check_tensors(**arrays: object) -> None:
     for name, array in arrays.items():
         if not isinstance(array, torch.Tensor):
             raise TypeError(f"{name} must be a torch.Tensor, not {type(array).__name__}")
+
+
+def chained() -> contextlib.AbstractContextManager[None]:
+    """A layer called inside may be in place on a GPU before the one whose output it takes, called before, has ended."""
+    return contextlib.nullcontext() if torch.compiler.is_compiling() else following()
 
 
 def by_rows(x: torch.Tensor, function) -> torch.Tensor:

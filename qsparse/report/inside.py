@@ -21,6 +21,7 @@ from qsparse.kernels.gemm_weight_only import spread_groups, unpack_int4
 from qsparse.models import MLP
 from qsparse.nn import (
     BitmapLinear,
+    EntryLinear,
     Fp8Linear,
     Linear,
     QuantLinear,
@@ -137,8 +138,8 @@ def _weights(name: str, layer: torch.nn.Module, dense: Linear) -> dict[str, Any]
     return _in_reals(name, w, {}, f"stored by {type(layer).__name__}, which shows no grid")
 
 
-def _is_sparse(layer: torch.nn.Module) -> TypeGuard[SparseLinear | TwoFourLinear | BitmapLinear]:
-    return isinstance(layer, SparseLinear | TwoFourLinear | BitmapLinear)
+def _is_sparse(layer: torch.nn.Module) -> TypeGuard[SparseLinear | TwoFourLinear | BitmapLinear | EntryLinear]:
+    return isinstance(layer, SparseLinear | TwoFourLinear | BitmapLinear | EntryLinear)
 
 
 def _grid(layer: torch.nn.Module) -> tuple[Tensor, Tensor, Tensor] | None:

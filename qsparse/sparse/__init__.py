@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from qsparse.sparse.choose import choose_formats
     from qsparse.sparse.convert import prunable_weights, sparsify, sparsify_as
     from qsparse.sparse.distribution import layer_counts
+    from qsparse.sparse.entry_tiles import csr_to_entry_tiles, from_entry_tiles, to_entry_tiles
     from qsparse.sparse.formats import compress_24, expand_24, from_coo, from_csr, to_coo, to_csr
     from qsparse.sparse.int8 import compress
     from qsparse.sparse.magnitude import magnitude_masks
@@ -41,10 +42,12 @@ __all__ = [
     "compress",
     "compress_24",
     "csr_to_bitmap_tiles",
+    "csr_to_entry_tiles",
     "expand_24",
     "from_bitmap_tiles",
     "from_coo",
     "from_csr",
+    "from_entry_tiles",
     "layer_counts",
     "magnitude_masks",
     "mask_density",
@@ -57,6 +60,7 @@ __all__ = [
     "to_bitmap_tiles",
     "to_coo",
     "to_csr",
+    "to_entry_tiles",
 ]
 
 _PLACES = {
@@ -66,10 +70,12 @@ _PLACES = {
     "compress": "int8",
     "compress_24": "formats",
     "csr_to_bitmap_tiles": "bitmap_tiles",
+    "csr_to_entry_tiles": "entry_tiles",
     "expand_24": "formats",
     "from_bitmap_tiles": "bitmap_tiles",
     "from_coo": "formats",
     "from_csr": "formats",
+    "from_entry_tiles": "entry_tiles",
     "layer_counts": "distribution",
     "magnitude_masks": "magnitude",
     "mask_density": "masks",
@@ -81,6 +87,7 @@ _PLACES = {
     "to_bitmap_tiles": "bitmap_tiles",
     "to_coo": "formats",
     "to_csr": "formats",
+    "to_entry_tiles": "entry_tiles",
 }
 
 

@@ -17,6 +17,7 @@ STORED = {
     "coo": ("fp32", "fp16", "bf16"),
     "2:4": ("fp16", "bf16", "fp32", "int8"),
     "bitmap": ("fp16", "bf16", "fp32"),
+    "entries": ("fp16", "bf16"),
 }
 """What each format stores: its own dtype first, then what may be asked for."""
 AUTO = "auto"
@@ -56,9 +57,9 @@ class SparseConfig:
         keeps less than one block fewer than its share. None: single weights.
     correct_bias: what pruning takes from the mean of an output of the dense network, over the images, is given back to
         its bias, layer after layer; kept where the validation split gains by it, as it does not where little stays.
-    format: how the weights that stay are stored, "csr", "coo", "2:4", "bitmap" (both for tensor cores), or "auto", the
-        best of these and of dense storage for each layer. "2:4" holds 2 of each 4 weights of a row, so it implies the
-        pattern 2:4 where it stands alone or with a density of 0.5.
+    format: how the weights that stay are stored, "csr", "coo", "2:4", "bitmap", "entries" (three for tensor cores), or
+        "auto", the best of these and of dense storage for each layer. "2:4" holds 2 of each 4 weights of a row, so it
+        implies the pattern 2:4 where it stands alone or with a density of 0.5.
     dtype: of the values: "fp32", "fp16", "bf16" or "int8" (of what `STORED` allows). None: the format's own.
     auto: what `auto` chooses by, "bytes", or "time" on the device that the model lies on.
     auto_batch: rows of the products that are then timed.

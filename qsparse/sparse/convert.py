@@ -39,8 +39,8 @@ def sparsify(
     Args:
         model: dense; its own values at the masked-out places do not matter. Left as it was.
         masks: layer name -> bool (N, K), for every layer (as from `magnitude_masks`).
-        format: "csr", "coo", "2:4", "bitmap", or "auto", what takes the fewest bytes of these and of "dense" for each
-            layer; or layer name -> format (as from `choose_formats`).
+        format: "csr", "coo", "2:4", "bitmap", "entries", or "auto", what takes the fewest bytes of these and of
+            "dense" for each layer; or layer name -> format (as from `choose_formats`).
         dtype: of the values, "fp32", "fp16", "bf16" or "int8", of what the format stores; None: its own.
         scales: of int8, layer name -> (N,) float32, above 0, for every layer; None: of what stays.
 

@@ -1,4 +1,4 @@
-"""The product with sparse weights, by whichever way was measured to be the fastest: CSR, bitmap tiles or dense.
+"""The product with sparse weights, by whichever way was measured to be the fastest: CSR, either kind of tiles, dense.
 
 The table, ``product.json``, is written by ``qsparse bench spmm --tune``; without it every product takes CSR. It is a
 list of entries {gpu, dtype, shape ([M, N, K]), density, us ({way: microseconds}), date, commit, torch, cuda}; the entry
@@ -19,10 +19,11 @@ from torch import Tensor
 
 from qsparse import kernels
 from qsparse.sparse.bitmap_tiles import csr_to_bitmap_tiles
+from qsparse.sparse.entry_tiles import csr_to_entry_tiles
 from qsparse.sparse.formats import from_csr, to_csr
 
 TABLE = Path(__file__).with_name("product.json")
-WAYS = ("csr", "bitmap", "dense")
+WAYS = ("csr", "bitmap", "entries", "dense")
 _BASE_GPU = "NVIDIA H200"
 _FIELDS = {"gpu": str, "dtype": str, "shape": list, "density": float, "us": dict}
 
@@ -107,6 +108,11 @@ class SparseWeights:
         return csr_to_bitmap_tiles(*self.csr, self.shape)
 
     @functools.cached_property
+    def entries(self) -> tuple[Tensor, Tensor]:
+        """The tiles of entries, of values of 16 bits: 4 bytes an entry."""
+        return csr_to_entry_tiles(*self.csr, self.shape)
+
+    @functools.cached_property
     def dense(self) -> Tensor:
         """The dense matrix (N, K), zeros and all."""
         return from_csr(*self.csr, self.shape)
@@ -136,9 +142,9 @@ def spmm(x: Tensor, w: SparseWeights, bias: Tensor | None = None, *, relu: bool 
     -------
     (y, way) : y (M, N), dtype of ``x``, row-major, and one of `WAYS`.
 
-    ``csr`` never touches x where nothing is stored; ``bitmap`` and ``dense`` multiply zeros there, so NaN and Inf in x
-    reach all of their row. Raises as the kernels do, TypeError for an x or a w that is none, and ValueError for a way
-    that is none.
+    ``csr`` never touches x where nothing is stored; the others multiply zeros there, so NaN and Inf in x reach all
+    of their row. ``entries`` takes values of 16 bits. Raises as the kernels do, TypeError for an x or a w that is none,
+    and ValueError for a way that is none.
     """
     if not isinstance(w, SparseWeights):
         raise TypeError(f"w must be SparseWeights, as SparseWeights.from_dense makes them, not {type(w).__name__}")
@@ -149,6 +155,8 @@ def spmm(x: Tensor, w: SparseWeights, bias: Tensor | None = None, *, relu: bool 
         return kernels.spmm_csr(x, *w.csr, bias, shape=w.shape, relu=relu, check=False, plan=w._plan), way
     if way == "bitmap":
         return kernels.spmm_bitmap(x, *w.tiles, bias, shape=w.shape, relu=relu, check=False), way
+    if way == "entries":
+        return kernels.spmm_entries(x, *w.entries, bias, shape=w.shape, relu=relu, check=False), way
     if way == "dense":
         return kernels.gemm(x, w.dense, bias, relu=relu), way
     raise ValueError(f"way must be one of {', '.join(WAYS)}, got {way!r}")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 
 import torch
 from torch import Tensor
@@ -10,6 +11,7 @@ from torch import Tensor
 from qsparse import kernels
 from qsparse.nn import (
     BitmapLinear,
+    EntryLinear,
     Linear,
     QuantLinear,
     QuantSparseLinear,
@@ -22,6 +24,7 @@ from qsparse.quant.convert import to_half
 from qsparse.quant.schemes import to_grid
 from qsparse.sparse.bitmap_tiles import to_bitmap_tiles
 from qsparse.sparse.config import INT8, STORED
+from qsparse.sparse.entry_tiles import to_entry_tiles
 from qsparse.sparse.formats import compress_24, to_coo, to_csr
 
 DENSE = "dense"
@@ -61,6 +64,7 @@ def store(
         "coo": (to_coo, SparseLinear.from_coo),
         "2:4": (compress_24, TwoFourLinear.from_24),
         "bitmap": (to_bitmap_tiles, BitmapLinear.from_tiles),
+        "entries": (to_entry_tiles, functools.partial(EntryLinear.from_tiles, dtype=layer.weight.dtype)),
     }[format]
     return build(*compress(layer.weight, mask), **options)
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import math
 import sys
 from unittest import mock
 
@@ -35,6 +36,7 @@ from qsparse.kernels import (
 )
 from qsparse.sparse import compress_24
 from qsparse.sparse.bitmap_tiles import to_bitmap_tiles
+from qsparse.sparse.entry_tiles import to_entry_tiles
 
 DEVICE = torch.device("cuda", 0)
 
@@ -141,6 +143,15 @@ def sparse() -> None:
         tiles = to_bitmap_tiles(w, w > 0.5)
         for m, tier in itertools.product((1, 9, 20, 64), {"simt", kernels.spmm_bitmap.tier(DEVICE)}):
             kernels.spmm_bitmap(normal(m, k, dtype=torch.float16), *tiles, shape=(n, k), relu=True, tier=tier)
+        entries, bias = to_entry_tiles(w, w > 0.5), normal(n, dtype=torch.float16)
+        for m, tier in itertools.product((1, 9, 20, 64), {"simt", kernels.spmm_entries.tier(DEVICE)}):
+            kernels.spmm_entries(normal(m, k, dtype=torch.float16), *entries, bias, shape=(n, k), tier=tier)
+        arrays = random_csr(n, k, torch.float16)
+        plan = kernels.spmm_csr.plan(*arrays[1:], shape=(n, k))
+        for m in (1, 9, 20, 64):
+            x = normal(m, k, dtype=torch.float16)
+            x[0, 3] = math.nan
+            kernels.spmm_csr(x, *arrays, bias, shape=(n, k), plan=plan)
 
 
 def large_sparse() -> None:

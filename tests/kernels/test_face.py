@@ -14,6 +14,7 @@ from qsparse import kernels
 from qsparse.kernels import _face
 from qsparse.kernels._face import face, rows
 from qsparse.sparse.bitmap_tiles import to_bitmap_tiles
+from qsparse.sparse.entry_tiles import to_entry_tiles
 
 M, N, K = 70, 66, 40
 
@@ -32,6 +33,10 @@ def _two_of_four(w):
 
 def _bitmap_tiles(w):
     return to_bitmap_tiles(w, w > 0)
+
+
+def _entry_tiles(w):
+    return to_entry_tiles(w.half(), w > 0)
 
 
 def _calls(normal, integers, device) -> dict[str, tuple[tuple, dict]]:
@@ -65,6 +70,10 @@ def _calls(normal, integers, device) -> dict[str, tuple[tuple, dict]]:
         "spmm_bitmap": ((draw(M, K), *_bitmap_tiles(draw(N, K)), draw(N)), {"shape": (N, K), "relu": True}),
         "spmm_coo": ((draw(M, K), draw(300), rows_of_w, cols, draw(N)), {"shape": (N, K)}),
         "spmm_csr": ((draw(M, K), draw(3 * N), *_csr(device), draw(N)), {"shape": (N, K)}),
+        "spmm_entries": (
+            (draw(M, K).half(), *_entry_tiles(draw(N, K)), draw(N).half()),
+            {"shape": (N, K), "relu": True},
+        ),
         "train_mlp": (
             (images, labels % 10, labels[::2].clone(), draw(2), weights),
             {"sizes": (784, 20, 10), "batch": 20},

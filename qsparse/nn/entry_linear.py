@@ -1,0 +1,88 @@
+"""The layer of entries: any weights of a row, each with its place in a tile, as tensor cores take them fastest."""
+
+from __future__ import annotations
+
+import torch
+
+from qsparse import kernels
+from qsparse.kernels import _entry_tiles
+from qsparse.nn._common import SparseStorage, check_sizes, check_tensors, describe
+
+
+class EntryLinear(SparseStorage):
+    """``y = act(x @ W.T + bias)`` with ``W (out_features, in_features)`` in tiles of entries, for inference.
+
+    ``tiles`` and ``offsets`` are what ``kernels.spmm_entries`` calls entries and offsets: 4 bytes a stored weight of
+    ``dtype``, float16 or bfloat16. ``x (..., K)``, ``bias (N,)`` and the output have that dtype; sums are held in
+    float32. The arrays are checked when they are set by ``from_tiles`` or ``load_state_dict``, and not again at each
+    call.
+    """
+
+    format = "entries"
+
+    tiles: torch.Tensor
+    offsets: torch.Tensor
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        entries: int,
+        bias: bool = True,
+        activation: str | None = None,
+        *,
+        dtype=torch.float16,
+    ) -> None:
+        """``entries``: how many are stored, what fills the tiles up among them."""
+        check_sizes(in_features=in_features, out_features=out_features, entries=entries)
+        tall, wide = _entry_tiles.grid((out_features, in_features))
+        buffers = {
+            "tiles": torch.zeros(entries, dtype=torch.int32),
+            "offsets": torch.zeros(tall * wide + 1, dtype=torch.int32),
+        }
+        super().__init__(in_features, out_features, bias, activation, dtype, **buffers)
+        self.dtype = dtype
+
+    @classmethod
+    def from_tiles(cls, entries, offsets, *, shape, dtype, bias=None, activation=None) -> EntryLinear:
+        """From the arguments of ``kernels.spmm_entries``, which are kept, not copied, and the dtype of the weights.
+
+        ValueError for what does not fit.
+        """
+        check_tensors(entries=entries, offsets=offsets)
+        n, k = shape
+        layer = cls(k, n, entries.numel(), bias is not None, activation, dtype=dtype)
+        return layer._holding(tiles=entries, offsets=offsets, bias=None if bias is None else bias.detach().to(dtype))
+
+    @property
+    def _shape(self) -> tuple[int, int]:
+        return self.out_features, self.in_features
+
+    def check(self) -> None:
+        """Raise ValueError unless entries and offsets fit each other and the layer."""
+        _entry_tiles.check(self.tiles, self.offsets, self._shape)
+
+    def _kept(self) -> torch.Tensor:
+        """Where a weight is stored, (N, K) bool."""
+        return _entry_tiles.stored(self.tiles, self.offsets, self._shape)
+
+    @property
+    def nnz(self) -> int:
+        """Weights that are stored, without what fills the tiles up."""
+        return int(self._kept().sum())
+
+    def entries(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """The numbers that are stored, float32 (nnz,), and the column of each."""
+        kept = self._kept()
+        dense = _entry_tiles.unpack(self.tiles, self.offsets, self._shape, self.dtype)
+        return dense[kept].float(), kept.nonzero()[:, 1]
+
+    def _rows(self, x: torch.Tensor) -> torch.Tensor:
+        options = {"shape": self._shape, "relu": self.activation == "relu", "check": False}
+        return kernels.spmm_entries(x, self.tiles, self.offsets, self.bias, **options)
+
+    def cpu_kernel(self) -> str:
+        return "spmm_entries:cpu"
+
+    def describe(self) -> dict:
+        return {**describe(self, self.dtype), "entries": self.tiles.numel()}

@@ -1,0 +1,48 @@
+"""Tiles of entries, the sparse storage that tensor cores multiply fastest, from and to dense and CSR matrices.
+
+The layout is described where the kernels read it, in :mod:`qsparse.kernels._entry_tiles`.
+"""
+
+import torch
+from torch import Tensor
+
+from qsparse.kernels import _entry_tiles
+from qsparse.nn._common import check_tensors
+from qsparse.sparse.formats import from_csr
+
+
+def to_entry_tiles(w: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
+    """The entries of `w` (N, K), float16 or bfloat16, where `mask` (N, K) bool is True: (entries, offsets).
+
+    Raises:
+        TypeError: no tensors, `w` has another dtype, or `mask` is not bool.
+        ValueError: the shapes differ or are no matrix, or there are more than about 2**33 entries.
+    """
+    check_tensors(w=w, mask=mask)
+    return _entry_tiles.pack(w, mask)
+
+
+def from_entry_tiles(entries: Tensor, offsets: Tensor, shape: tuple[int, int], dtype: torch.dtype) -> Tensor:
+    """The dense (N, K) matrix of `dtype`, that of what was packed; zero where nothing is stored.
+
+    Raises:
+        TypeError: no tensors.
+        ValueError: the arrays do not fit `shape` and each other, or a place lies outside `shape`.
+    """
+    check_tensors(entries=entries, offsets=offsets)
+    tall, wide = _entry_tiles.grid(shape)
+    if offsets.shape != (tall * wide + 1,):
+        raise ValueError(
+            f"{tuple(shape)} has {tall * wide} tiles: offsets must be ({tall * wide + 1},), not {tuple(offsets.shape)}"
+        )
+    _entry_tiles.check(entries, offsets, shape)
+    return _entry_tiles.unpack(entries, offsets, shape, dtype)
+
+
+def csr_to_entry_tiles(
+    values: Tensor, col_indices: Tensor, row_offsets: Tensor, shape: tuple[int, int]
+) -> tuple[Tensor, Tensor]:
+    """The tiles of a CSR matrix; duplicates are summed, stored zeros stay stored. Raises as `from_csr`."""
+    check_tensors(values=values)
+    stored = from_csr(torch.ones_like(values, dtype=torch.float32), col_indices, row_offsets, shape) > 0
+    return to_entry_tiles(from_csr(values, col_indices, row_offsets, shape), stored)

@@ -1,0 +1,200 @@
+"""Weights in tiles of entries times activations, against the oracle and NumPy."""
+
+import itertools
+
+import numpy as np
+import pytest
+import torch
+
+from qsparse import kernels
+from qsparse.kernels import _entry_tiles, _spmm_entries_sm80
+from qsparse.oracles.spmm_entries import dense as oracle_dense
+from qsparse.oracles.spmm_entries import spmm_entries as oracle
+
+DTYPES = [torch.float16, torch.bfloat16]
+NAMES = {torch.float16: "float16", torch.bfloat16: "bfloat16"}
+NAN, INF = float("nan"), float("inf")
+BATCHES = [0, 1, 8, 9, 17, 64, 65, 200]
+
+
+def pack(w: torch.Tensor, device) -> tuple[torch.Tensor, torch.Tensor]:
+    """Entries and offsets of what is not zero in a dense matrix."""
+    return tuple(part.to(device) for part in _entry_tiles.pack(w, w != 0))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("size", [(1, 1), (5, 7), (32, 64), (33, 129), (10, 784)], ids=str)
+def test_matches_the_oracle(device, dtype, size, normal, sparse, to_numpy, assert_close):
+    for density in (0.0, 0.1, 1.0):
+        tiles = pack(sparse(*size, density, dtype), device)
+        x, bias = normal(max(BATCHES), size[1], dtype=dtype, device=device), normal(size[0], dtype=dtype, device=device)
+        options = {"shape": size, "relu": True}
+        reference = oracle(to_numpy(x), *to_numpy(tiles), to_numpy(bias), dtype=NAMES[dtype], **options)
+        for m in BATCHES:
+            y = kernels.spmm_entries(x[:m], *tiles, bias, **options)
+            assert y.dtype == dtype
+            assert y.device == device
+            assert y.is_contiguous()
+            assert_close(y, reference[:m])
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("m", [3, 16, 30, 64, 300])
+@pytest.mark.parametrize("density", [0.02, 0.1, 0.5, 1.0])
+def test_many_tiles(device, dtype, m, density, normal, sparse, to_numpy, assert_close):
+    """Several tiles a warpgroup, more entries than are fetched ahead, and blocks that divide K."""
+    w = sparse(529, 4500, density, dtype)
+    x = normal(m, 4500, dtype=dtype, device=device)
+    reference = to_numpy(x) @ to_numpy(w).T
+    tiles = pack(w, device)
+    assert_close(kernels.spmm_entries(x, *tiles, shape=w.shape), reference)
+    y = kernels.spmm_entries(x, *tiles, shape=w.shape, out_dtype=torch.float32, check=False)
+    assert y.dtype == torch.float32
+    assert_close(y, reference)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("tier", ["simt", "sm80"])
+@pytest.mark.parametrize("m", [1, 8, 64, 100, 1000])
+def test_every_tier_and_the_same_bits_each_time(tier, m, normal, sparse, to_numpy, assert_close, assert_same_bits):
+    device = torch.device("cuda", 0)
+    w = sparse(300, 2000, 0.2, torch.float16)
+    x, bias = (normal(*size, dtype=torch.float16, device=device) for size in ((m, 2000), (300,)))
+    tiles = pack(w, device)
+    y, again = (kernels.spmm_entries(x, *tiles, bias, shape=w.shape, relu=True, tier=tier) for _ in range(2))
+    assert_close(y, (to_numpy(x) @ to_numpy(w).T + to_numpy(bias)).clip(min=0))
+    assert_same_bits(y, again)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("density", [0.15, 0.7])
+@pytest.mark.parametrize("division", _spmm_entries_sm80.DIVISIONS, ids=str)
+def test_every_division(division, density, normal, sparse, to_numpy, assert_close):
+    """Also blocks that have rows of x of their own, and more entries than are fetched ahead."""
+    device = torch.device("cuda", 0)
+    w = sparse(270, 3777, density, torch.bfloat16)
+    tiles = pack(w, device)
+    for m in (division.batch - 3, 3 * division.batch - 1):
+        x = torch.nn.functional.pad(normal(m, 3777, dtype=torch.bfloat16, device=device), (0, 7))[:, :3777]
+        y = torch.full((m, 270), NAN, dtype=torch.float32, device=device)
+        _spmm_entries_sm80.launch_few(division, x, *tiles, None, y, False)
+        assert_close(y, to_numpy(x) @ to_numpy(w).T)
+
+
+@pytest.mark.parametrize("size", [(0, 5), (5, 0), (0, 0), (5, 7)], ids=str)
+def test_case_13_nothing_stored(device, size, normal):
+    bias = normal(size[0], device=device, dtype=torch.float16)
+    tiles = pack(torch.zeros(size, dtype=torch.float16), device)
+    for m in (0, 1, 100):
+        x = normal(m, size[1], device=device, dtype=torch.float16)
+        y = kernels.spmm_entries(x, *tiles, shape=size)
+        assert torch.equal(y, torch.zeros_like(y))
+        assert y.shape == (m, size[0])
+        assert torch.equal(kernels.spmm_entries(x, *tiles, bias, shape=size), bias.expand(m, size[0]))
+
+
+@pytest.mark.parametrize("m", [1, 40, 100])
+def test_one_dense_row_among_ten_thousand_empty_ones(device, m, normal, to_numpy, assert_close):
+    w = torch.zeros(10_001, 300, dtype=torch.float16)
+    w[7000] = normal(300).abs()
+    x = normal(m, 300, device=device, dtype=torch.float16).abs()
+    y = kernels.spmm_entries(x, *pack(w, device), shape=w.shape)
+    assert_close(y[:, 7000], to_numpy(x) @ to_numpy(w[7000]))
+    y[:, 7000] = 0
+    assert (y == 0).all()
+
+
+@pytest.mark.parametrize("m", [2, 30, 100])
+@pytest.mark.parametrize("value", [NAN, INF])
+def test_case_9_what_is_not_finite_stays_in_its_row(device, m, value, sparse, normal):
+    """In x it reaches all of its row, since zeros are multiplied; in W all of its output, and no other."""
+    w, x = sparse(50, 400, 0.3, torch.float16), normal(m, 400, device=device, dtype=torch.float16)
+    clean = kernels.spmm_entries(x, *pack(w, device), shape=w.shape)
+    x[1, 5] = value
+    y = kernels.spmm_entries(x, *pack(w, device), shape=w.shape)
+    assert torch.equal(y[1].isfinite().cpu(), torch.zeros(50, dtype=torch.bool))
+    assert torch.equal(y[0], clean[0])
+    x[1, 5] = 1
+    w[7, 300] = value
+    y = kernels.spmm_entries(x, *pack(w, device), shape=w.shape)
+    assert torch.equal(y.isfinite().all(dim=0).cpu(), torch.arange(50) != 7)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_case_12_views(device, dtype, normal, sparse, to_numpy, assert_close):
+    w = sparse(20, 31, 0.3, dtype)
+    entries, offsets = pack(w, device)
+    wide = normal(62, 62, dtype=dtype, device=device)
+    stretched = torch.stack((entries, entries), 1)[:, 0], offsets
+    bias = normal(40, dtype=dtype, device=device)[::2]
+    for m in (4, 31):
+        for x in (
+            wide[:m, :31],
+            wide[:31, :m].t(),
+            wide[: 2 * m : 2, ::2],
+            wide.flip(1)[:m, :31],
+            wide[:1, :31].expand(m, -1),
+            wide[:m, :1].expand(-1, 31),
+        ):
+            reference = to_numpy(x) @ to_numpy(w).T + to_numpy(bias)
+            assert_close(kernels.spmm_entries(x, *stretched, bias, shape=w.shape), reference)
+
+
+def test_entries_that_start_anywhere(device, normal, sparse, to_numpy, assert_close):
+    w = sparse(20, 300, 0.3, torch.float16)
+    entries, offsets = pack(w, device)
+    x = normal(9, 300, dtype=torch.float16, device=device)
+    for shift in (1, 4):
+        moved = torch.nn.functional.pad(entries, (shift, 0))[shift:]
+        assert_close(kernels.spmm_entries(x, moved, offsets, shape=w.shape), to_numpy(x) @ to_numpy(w).T)
+
+
+def test_case_15_bad_arrays_are_named(device, normal, sparse):
+    w = sparse(20, 300, 0.3, torch.float16)
+    entries, offsets = pack(w, device)
+    x = normal(3, 300, dtype=torch.float16, device=device)
+    options = {"shape": w.shape}
+    beyond, odd, other = entries.clone(), entries.clone(), entries.clone()
+    beyond[9], odd[9], other[9] = 4096 << 16, 1 << 16, entries[10] ^ 1
+    fallen = offsets.index_fill(0, torch.tensor([2], device=device), -1)
+    for bad, message in (
+        ((entries[4:], offsets), "offsets must go from 0"),
+        ((entries, offsets + 1), "offsets must go from 0"),
+        ((entries, fallen), r"offsets\[2\] is -1, below offsets\[1\]"),
+        ((beyond, offsets), r"entries\[9\] has a place outside the matrix of shape \(20, 300\): 4096"),
+        ((odd, offsets), r"entries\[9\] has a place outside"),
+        ((other, offsets), r"has the place of another entry"),
+        ((entries, offsets[1:]), "offsets must have shape"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            kernels.spmm_entries(x, *bad, **options)
+    with pytest.raises(TypeError, match="entries must be int32"):
+        kernels.spmm_entries(x, entries.float(), offsets, **options)
+    with pytest.raises(TypeError, match="x must be float16, bfloat16, got float32"):
+        kernels.spmm_entries(x.float(), entries, offsets, **options)
+    with pytest.raises(TypeError, match="out_dtype must be"):
+        kernels.spmm_entries(x, entries, offsets, out_dtype=torch.bfloat16, **options)
+    with pytest.raises(ValueError, match="shape must be"):
+        kernels.spmm_entries(x, entries, offsets, shape=(20, 299))
+    with pytest.raises(ValueError, match="tier 'sm70' is not possible"):
+        kernels.spmm_entries(x, entries, offsets, tier="sm70", **options)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_the_layout_entry_by_entry(dtype, sparse, to_numpy):
+    w = sparse(100, 300, 0.3, dtype)
+    tiles = _entry_tiles.pack(w, w != 0)
+    assert np.array_equal(oracle_dense(*to_numpy(tiles), w.shape, NAMES[dtype]), to_numpy(w))
+
+
+def test_a_warp_stores_to_different_banks(sparse):
+    """As far as a tile has them: a store of 32 entries at random places would take 3.5 turns."""
+    w = sparse(128, 256, 0.1, torch.float16)
+    entries, offsets = _entry_tiles.pack(w, w != 0)
+    turns, stores = 0, 0
+    for begin, end in itertools.pairwise((4 * offsets).tolist()):
+        for warp in (entries[begin:end].long() >> 16 & 0xFFFF).split(128):
+            for places in warp.reshape(-1, 4).t():
+                words = (places // 4).unique()
+                turns, stores = turns + int(torch.bincount(words % 32).max()), stores + 1
+    assert turns < 2 * stores
