@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from qsparse.kernels import _entry_tiles, _spmm, _spmm_entries_sm80
+from qsparse.kernels import _entry_tiles, _spmm, _spmm_entries_sm80, _weight_tiles_sm80
 from qsparse.kernels._face import check_dtype, check_same_device, check_tensor, face, matrix, pick_tier, rows
 from qsparse.kernels._load import launch
 from qsparse.kernels.gemm import gemm
@@ -67,7 +67,7 @@ def spmm_entries(
     check_tensor("x", x, _spmm_entries_sm80.DTYPES, (None, None))
     m, k = x.shape
     n = _spmm.check_shape(shape, k)
-    tall, wide = _entry_tiles.grid((n, k))
+    tall, wide = _weight_tiles_sm80.grid((n, k))
     check_tensor("entries", entries, (torch.int32,), (None,))
     check_tensor("offsets", offsets, (torch.int32,), (tall * wide + 1,))
     if bias is not None:
@@ -96,7 +96,7 @@ def spmm_entries(
 
 def _dense(entries, offsets, shape: tuple[int, int], dtype: torch.dtype) -> torch.Tensor:
     """``W (N, K)``, its rows on 16 bytes, of checked tiles on a GPU."""
-    (n, k), (_, wide) = shape, _entry_tiles.grid(shape)
+    (n, k), (_, wide) = shape, _weight_tiles_sm80.grid(shape)
     out = torch.empty((n, -(-k // 8) * 8), dtype=dtype, device=entries.device)
     launch(
         entries.device,

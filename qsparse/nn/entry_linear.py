@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from qsparse import kernels
-from qsparse.kernels import _entry_tiles
+from qsparse.kernels import _entry_tiles, _weight_tiles_sm80
 from qsparse.nn._common import SparseStorage, check_sizes, check_tensors, describe
 
 
@@ -35,7 +35,7 @@ class EntryLinear(SparseStorage):
     ) -> None:
         """``entries``: how many are stored, what fills the tiles up among them."""
         check_sizes(in_features=in_features, out_features=out_features, entries=entries)
-        tall, wide = _entry_tiles.grid((out_features, in_features))
+        tall, wide = _weight_tiles_sm80.grid((out_features, in_features))
         buffers = {
             "tiles": torch.zeros(entries, dtype=torch.int32),
             "offsets": torch.zeros(tall * wide + 1, dtype=torch.int32),

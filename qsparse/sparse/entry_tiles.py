@@ -6,7 +6,7 @@ The layout is described where the kernels read it, in :mod:`qsparse.kernels._ent
 import torch
 from torch import Tensor
 
-from qsparse.kernels import _entry_tiles
+from qsparse.kernels import _entry_tiles, _weight_tiles_sm80
 from qsparse.nn._common import check_tensors
 from qsparse.sparse.formats import from_csr
 
@@ -30,7 +30,7 @@ def from_entry_tiles(entries: Tensor, offsets: Tensor, shape: tuple[int, int], d
         ValueError: the arrays do not fit `shape` and each other, or a place lies outside `shape`.
     """
     check_tensors(entries=entries, offsets=offsets)
-    tall, wide = _entry_tiles.grid(shape)
+    tall, wide = _weight_tiles_sm80.grid(shape)
     if offsets.shape != (tall * wide + 1,):
         raise ValueError(
             f"{tuple(shape)} has {tall * wide} tiles: offsets must be ({tall * wide + 1},), not {tuple(offsets.shape)}"
