@@ -9,9 +9,15 @@ constexpr int PLAN_WIDTH = 128;  // columns that a plan tells apart: slices of K
 // vectors along k meets each bank once.
 template <typename T> __device__ __forceinline__ unsigned turned(unsigned k) { return k / VECTOR<T> % 8 * 16; }
 
-// All WARPS warps of a block: columns k0 to k0 + width of x, none of which is beyond K, batch rows m0 to m0 + BATCH.
-template <typename T, int V, int WARPS>
-__device__ __forceinline__ void fill(char* slab, const Matrix<T>& x, long long m0, long long k0, int width) {
+struct Nothing {
+    __device__ __forceinline__ void operator()() const {}
+};
+
+// All WARPS warps of a block: columns k0 to k0 + width of x, none of which is beyond K, batch rows m0 to m0 + BATCH. Each
+// warp calls `meanwhile` once, when its first reads are on their way.
+template <typename T, int V, int WARPS, typename F = Nothing>
+__device__ __forceinline__ void fill(char* slab, const Matrix<T>& x, long long m0, long long k0, int width,
+                                     const F& meanwhile = {}) {
     constexpr int BATCH = WARP * V, LINE = BATCH * sizeof(T);
     const int warp = threadIdx.x / WARP, lane = threadIdx.x % WARP;
     constexpr int LOADS = 128 / WARPS;  // in flight a lane
@@ -28,6 +34,7 @@ __device__ __forceinline__ void fill(char* slab, const Matrix<T>& x, long long m
                     v[u][p] = x.vector(m0 + (patch % DOWN * 4 + lane / 8) * ROWS + p,
                                        patch < patches && k < width ? k0 + k : x.K);
             }
+            if (first == warp) meanwhile();
 #pragma unroll
             for (int u = 0; u < FLIGHT; ++u) {
                 const int patch = first + u * WARPS, k = (patch / DOWN * 8 + lane % 8) * VECTOR<T>;
@@ -42,8 +49,10 @@ __device__ __forceinline__ void fill(char* slab, const Matrix<T>& x, long long m
                 }
             }
         }
+        if (warp >= patches) meanwhile();
         return;
     }
+    meanwhile();
     const bool along_k = x.k_step == 1;
     const int length = along_k ? width : BATCH;
 #pragma unroll 4

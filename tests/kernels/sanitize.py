@@ -178,10 +178,9 @@ def large_sparse() -> None:
                 _sddmm_sm80.run_slabs(choice, dy, x, cols, offsets, plan)
         if kernels.spmm_csr.tier(DEVICE) != "sm90":
             continue
-        for v, split in itertools.product((1, 2) if dtype == torch.float32 else (2,), (1, 2, 8)):
+        for v, split in itertools.product((1, 2) if dtype == torch.float32 else (2,), (1, 2, 4, 8)):
             choice = _spmm_slab_sm90.Choice(v, 34, split)
-            whole = split == 1 or k >= split * _spmm_slab_sm90.PLAN_WIDTH
-            if choice.shared(k, dtype.itemsize) <= _spmm_slab_sm90.SHARED and whole:
+            if choice.fits(k, dtype.itemsize) and (split == 1 or k >= split * _spmm_slab_sm90.PLAN_WIDTH):
                 _spmm_sm80.run_slab(choice, x, *arrays, bias, y, True, plan)
         _spmm_expand_sm90.spmm(x, *arrays, bias, n, True)
         if dtype == torch.float16:

@@ -535,11 +535,11 @@ def test_every_slab(dtype, v, normal, sparse, to_numpy, assert_close):
     device = torch.device("cuda", 0)
     if torch.cuda.get_device_capability(device)[0] != 9:
         pytest.skip("no Hopper GPU")
-    for k, split in ((60, 1), (300, 1), (301, 1), (1101, 2), (3000, 8)):
+    for k, split in ((60, 1), (300, 1), (301, 1), (300, 2), (1101, 2), (1101, 4), (3000, 8)):
         csr, dense = uneven(90, k, dtype, device, normal, sparse)
         bias = normal(90, dtype=dtype, device=device)
         choice = _spmm_slab_sm90.Choice(v, 34, split)
-        assert choice.shared(k, dtype.itemsize) <= _spmm_slab_sm90.SHARED
+        assert choice.fits(k, dtype.itemsize)
         narrow = csr[0], csr[1].to(torch.uint16), csr[2]
         plan = kernels.spmm_csr.plan(*csr[1:], shape=dense.shape)
         for m, parts, known in ((33, csr, None), (150, csr, plan), (64, narrow, None)):
@@ -556,8 +556,9 @@ def test_every_choice_of_slabs_fits_a_hopper_card():
         for m, n, k, nnz in ((17, 1, 1, 1), (64, 4096, 4096, 10**6), (60000, 256, 784, 20000), (20, 10**5, 40, 5000)):
             time, choice = _spmm_slab_sm90.choose(m, n, k, nnz, itemsize, 132)
             assert time > 0
-            assert choice.rows >= 1
+            assert 1 <= choice.rows <= 1024
             assert choice.shared(k, itemsize) <= _spmm_slab_sm90.SHARED
+            assert (choice.rows - 1) // choice.share < choice.split
             assert choice.split == 1 or choice.width(k) % _spmm_slab_sm90.PLAN_WIDTH == 0
     assert _spmm_slab_sm90.choose(64, 10, 10**6, 10**5, 4, 132)[1] is None
 
