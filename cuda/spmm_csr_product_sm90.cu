@@ -73,26 +73,29 @@ __device__ __forceinline__ CsrEpilogue<T, BN> epilogue_of(const T* bias, int M, 
     return {{bias, nullptr, nullptr, nullptr, M, N, 1.0f, flags & RELU ? 0.0f : -infinity()}, csr};
 }
 
+struct JustWritten {
+    static constexpr bool WAITS = true;
+    __device__ __forceinline__ void begin() const { wait_for_predecessor(); }
+};
+
 template <typename T, int BM, int BN, int CONSUMERS, int STAGES, int CM, int CN, int SPLIT, int PANELS, bool PINGPONG>
 __global__ void __cluster_dims__(CM * CN, 1, 1)
 __launch_bounds__(WARPGROUP * (CONSUMERS + 1), CONSUMERS > 1 || BN > 128 ? 1 : 2)
 spmm_csr_product(const __grid_constant__ TensorMap x_map, const __grid_constant__ TensorMap w_map,
                  const __grid_constant__ TensorMap y_map, const T* __restrict__ bias, T* y,
                  const __grid_constant__ Csr<T> csr, int M, int N, int K, int flags, int group) {
-    static_assert(SPLIT == 1, "sums are looked at before they are added up");
-    wait_for_predecessor();
+    static_assert(SPLIT == 1, "the pipeline shows sums before they are added up");
     const auto epilogue = epilogue_of<T, BN>(bias, M, N, flags, csr);
     Pipeline<T, true, true, BM, BN, CONSUMERS, STAGES, CM, CN, 1, PANELS, PINGPONG, 1, CsrEpilogue<T, BN>>::run(
-        x_map, w_map, y_map, y, M, N, K, flags, group, epilogue);
+        x_map, w_map, y_map, y, M, N, K, flags, group, epilogue, JustWritten{});
 }
 
-template <typename T, int BM, int BN, int CONSUMERS, int STAGES, int CM, int CN>
-__global__ void __cluster_dims__(CM * CN, 1, 1) __launch_bounds__(WARPGROUP * CONSUMERS + 32, 1)
+template <typename T, int BM, int BN, int CONSUMERS, int STAGES, int CM, int CN, int SPLIT>
+__global__ void __cluster_dims__(CM * CN * SPLIT, 1, 1) __launch_bounds__(WARPGROUP * CONSUMERS + 32, 1)
 spmm_csr_product_single(const __grid_constant__ TensorMap x_map, const __grid_constant__ TensorMap w_map,
                         const T* __restrict__ bias, T* y, const __grid_constant__ Csr<T> csr, int M, int N, int K,
                         int flags, int tiles_m, unsigned reciprocal) {
-    wait_for_predecessor();
     const auto epilogue = epilogue_of<T, BN>(bias, M, N, flags, csr);
-    run_single<T, true, true, BM, BN, CONSUMERS, STAGES, CM, CN, 1>(x_map, w_map, y, M, N, K, flags, tiles_m,
-                                                                   reciprocal, epilogue);
+    run_single<T, true, true, BM, BN, CONSUMERS, STAGES, CM, CN, SPLIT>(x_map, w_map, y, M, N, K, flags, tiles_m,
+                                                                       reciprocal, epilogue, JustWritten{});
 }

@@ -29,9 +29,10 @@ __device__ __forceinline__ void store_if(bool really, void* to, uint4 v) {
 }
 
 template <typename T, bool X_K, bool W_K, int BM, int BN, int CONSUMERS, int STAGES, int CM, int CN, int SPLIT,
-          class Epilogue>
+          class Epilogue, class Source = Given>
 __device__ __forceinline__ void run_single(const TensorMap& x_map, const TensorMap& w_map, T* y, int M, int N, int K,
-                                           int flags, int tiles_m, unsigned reciprocal, Epilogue epilogue) {
+                                           int flags, int tiles_m, unsigned reciprocal, Epilogue epilogue,
+                                           const Source& source = {}) {
     constexpr int MI = BM / (64 * CONSUMERS), CLUSTER = CM * CN * SPLIT, BK = ROW / sizeof(T);
     constexpr int X_BYTES = BM * ROW, W_BYTES = BN * ROW, THREADS = WARPGROUP * CONSUMERS + 32;
     constexpr int MINE = BN / SPLIT, GROUPS = MINE / 8;            // columns that a block finishes, by eights
@@ -61,18 +62,25 @@ __device__ __forceinline__ void run_single(const TensorMap& x_map, const TensorM
     const int k_first = SPLIT > 1 ? k_tiles * rank / SPLIT : 0;
     const int k_count = (SPLIT > 1 ? k_tiles * (rank + 1) / SPLIT : k_tiles) - k_first;  // at least one
 
-    auto load = [&](int k, int stage) {
+    auto load = [&](int k, int stage, bool of_x = true, bool of_w = true) {
         unsigned short x_mask = 0, w_mask = 0;
         for (int i = 0; i < CN; ++i) x_mask |= 1 << (i * CM + cm);
         for (int i = 0; i < CM; ++i) w_mask |= 1 << (cn * CM + i);
         const int at = (k_first + (k == 0 ? k_count : k) - 1) * BK;  // the last tile first
-        mbarrier_expect_bytes(&full[stage], X_BYTES + W_BYTES);
-        load_tile<X_K, BM, CN>(x_tiles + stage * X_BYTES, &x_map, &full[stage], m0, at, cn, x_mask);
-        load_tile<W_K, BN, CM>(w_tiles + stage * W_BYTES, &w_map, &full[stage], n0, at, cm, w_mask);
+        if (of_x) {
+            mbarrier_expect_bytes(&full[stage], X_BYTES + W_BYTES);
+            load_tile<X_K, BM, CN>(x_tiles + stage * X_BYTES, &x_map, &full[stage], m0, at, cn, x_mask);
+        }
+        if (of_w) load_tile<W_K, BN, CM>(w_tiles + stage * W_BYTES, &w_map, &full[stage], n0, at, cm, w_mask);
     };
     auto first_loads = [&] {
+        if constexpr (Source::WAITS) {
 #pragma unroll 1
-        for (int k = 0; k < min(k_count, STAGES); ++k) load(k, k);
+            for (int k = 0; k < min(k_count, STAGES); ++k) load(k, k, true, false);
+            source.begin();
+        }
+#pragma unroll 1
+        for (int k = 0; k < min(k_count, STAGES); ++k) load(k, k, !Source::WAITS);
     };
     if (threadIdx.x == 0) {
 #pragma unroll

@@ -103,6 +103,12 @@ __device__ __forceinline__ uint2 gather_eight(const unsigned (&group)[4], int c)
     return make_uint2(__byte_perm(a, b, 0x5410), __byte_perm(a, b, 0x7632));
 }
 
+// Where w comes from: it is given. Of another source, which WAITS, nothing is loaded before `begin` has returned.
+struct Given {
+    static constexpr bool WAITS = false;
+    __device__ __forceinline__ void begin() const {}
+};
+
 template <typename T, bool X_K, bool W_K, int BM, int BN, int CONSUMERS, int STAGES, int CM, int CN, int SPLIT,
           int PANELS, bool PINGPONG, int PARTS, class Epilogue>
 struct Pipeline {
@@ -136,8 +142,10 @@ struct Pipeline {
                   "each block of a cluster loads whole boxes, 64 wide where M or N is contiguous");
     static_assert(SHARED <= 227 * 1024, "more shared memory than Hopper gives a block");
 
+    template <class Source = Given>
     static __device__ __forceinline__ void run(const TensorMap& x_map, const TensorMap& w_map, const TensorMap& y_map,
-                                               O* y, int M, int N, int K, int flags, int group, Epilogue epilogue) {
+                                               O* y, int M, int N, int K, int flags, int group, Epilogue epilogue,
+                                               const Source& source = {}) {
         extern __shared__ char raw[];
         char* const shared = raw + (1024 - shared_address(raw) % 1024) % 1024;  // swizzle atoms are 1,024 bytes
         char* const x_tiles = shared;
@@ -182,6 +190,7 @@ struct Pipeline {
         if (warpgroup == 0) {
             if (CONSUMERS > 1) give_registers<40>();
             if (threadIdx.x == 0) {
+                source.begin();
                 unsigned short x_mask = 0, w_mask = 0;
                 for (int i = 0; i < CN; ++i) x_mask |= 1 << (i * CM + cm);
                 for (int i = 0; i < CM; ++i) w_mask |= 1 << (cn * CM + i);

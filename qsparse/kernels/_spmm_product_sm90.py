@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import functools
 import struct
+from dataclasses import replace
 
 import torch
 
@@ -18,7 +19,8 @@ from qsparse.kernels._load import following, launch, multiprocessors, tensor_map
 
 SOURCE = "spmm_csr_product_sm90.cu"
 DTYPES = (torch.float16, torch.bfloat16)
-POSSIBLE = tuple(config for config in (*CONFIGS, *_gemm_single_sm90.CONFIGS) if config.split == 1)
+POSSIBLE = (*(config for config in CONFIGS if config.split == 1), *_gemm_single_sm90.CONFIGS)
+_ONE_ROUND = (Single(64, 64, 1, 8), Single(64, 128, 1, 8, cm=2), Single(128, 128, 2, 6, cm=2), Single(128, 256, 2, 4))
 _CSR = struct.Struct("@PqPPPi4x")  # the struct Csr
 _RELU, _TMA_STORE, _PAIRS = 1, 2, 8  # of the pipeline's flags
 
@@ -30,7 +32,7 @@ def instances() -> tuple[str, ...]:
 
 def _instance(config: Config | Single, dtype: torch.dtype) -> str:
     if isinstance(config, Single):
-        sizes = (config.bm, config.bn, config.consumers, config.stages, config.cm, config.cn)
+        sizes = (config.bm, config.bn, config.consumers, config.stages, config.cm, config.cn, config.split)
         return f"spmm_csr_product_single<{C_FLOATS[dtype]}, {', '.join(map(str, sizes))}>"
     return f"spmm_csr_product<{C_FLOATS[dtype]}, {config.tile_arguments}>"
 
@@ -43,9 +45,19 @@ def takes(x: torch.Tensor, n: int) -> bool:
 
 @functools.lru_cache(maxsize=4096)
 def choose(m: int, n: int, k: int, dtype: torch.dtype, gpu: str, sms: int) -> Config | Single:
-    """What the dense product's table has for the nearest shape, without those that divide K."""
+    """The smallest tile that leaves no second round; else what the dense product's table has for the nearest shape.
+
+    W has just been written and is in L2, where small tiles may read it more often. Where there are several rounds, two
+    blocks share it. Measured on an H200, as all of the table.
+    """
+    if m > 64:
+        for config in _ONE_ROUND:
+            if config.tiles(m, n) * config.cluster <= sms:
+                return config
     keys = (gpu, str(dtype).removeprefix("torch."), "nt"), (gpu, "float16", "nt"), ("NVIDIA H200", "float16", "nt")
-    found = nearest(m, n, k, keys, lambda config: config.split == 1 and config.suits(m, n, k))
+    found = nearest(m, n, k, keys, lambda c: (isinstance(c, Single) or c.split == 1) and c.suits(m, n, k))
+    if isinstance(found, Config) and (found.bm, found.bn) == (128, 256):
+        return replace(found, cm=2)
     return found or biggest(FEW, m, n, sms)
 
 
