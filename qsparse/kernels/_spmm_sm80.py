@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import torch
 
-from qsparse.kernels import _spmm_expand_sm90, _spmm_groups_sm90, _spmm_slab_sm90
+from qsparse.kernels import _spmm_expand_sm90, _spmm_groups_sm90, _spmm_slab_sm90, _spmm_whole_sm90
 from qsparse.kernels._face import C_FLOATS, matrix, rows
 from qsparse.kernels._load import launch, multiprocessors
 
@@ -172,8 +172,8 @@ def spmm(x, values, cols, row_offsets, bias, n: int, relu: bool, columns: bool, 
     """``act(x @ W.T + bias)``, row-major, or column-major with ``columns``; float32 by multiply-adds with ``ieee``."""
     (m, k), nnz = x.shape, values.numel()
     large = m > SMALL_M and (n > SMALL_N or m > SMALL_N_M) and n and nnz and k
-    hopper = large and torch.cuda.get_device_capability(x.device) == (9, 0)
-    choice = _hopper_choice(x, n, nnz, plan, columns, ieee) if hopper else None
+    hopper = torch.cuda.get_device_capability(x.device) == (9, 0)
+    choice = _hopper_choice(x, n, nnz, plan, columns, ieee) if hopper and large else None
     if choice == DENSE:
         y = _spmm_expand_sm90.spmm(x, values, cols, row_offsets, bias, n, relu, ieee)
         return rows(y.t()).t() if columns else y
@@ -181,7 +181,9 @@ def spmm(x, values, cols, row_offsets, bias, n: int, relu: bool, columns: bool, 
     y = y.t() if columns else y
     if not y.numel():
         return y
-    if not large:
+    if hopper and m <= SMALL_M and _spmm_whole_sm90.takes(x):
+        _spmm_whole_sm90.run(x, values, cols, row_offsets, bias, y, relu)
+    elif not large:
         _small(x, values, cols, row_offsets, bias, y, relu)
     elif isinstance(choice, _spmm_slab_sm90.Choice):
         run_slab(choice, x, values, cols, row_offsets, bias, y, relu, plan)

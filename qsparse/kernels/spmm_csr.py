@@ -12,6 +12,7 @@ from qsparse.kernels import (
     _spmm_product_sm90,
     _spmm_slab_sm90,
     _spmm_sm80,
+    _spmm_whole_sm90,
 )
 from qsparse.kernels._face import C_FLOATS, check_choice, check_same_device, check_tensor, face, rows
 
@@ -20,6 +21,7 @@ SOURCES = {
     **_spmm_sm80.instances(),
     _spmm_groups_sm90.SOURCE: _spmm_groups_sm90.instances(),
     _spmm_slab_sm90.SOURCE: _spmm_slab_sm90.instances(),
+    _spmm_whole_sm90.SOURCE: _spmm_whole_sm90.instances(),
     _spmm_expand_sm90.SOURCE: _spmm_expand_sm90.instances(),
     _spmm_few_sm80.SOURCE: _spmm_few_sm80.instances(),
     _spmm_product_sm90.SOURCE: _spmm_product_sm90.instances(),

@@ -196,6 +196,10 @@ def large_sparse() -> None:
         for look, split, turns in itertools.product((False, True), (1, 2, 4, 8), (False, True)):
             plan = _spmm_groups_sm90.Plan(cols.to(torch.uint16) if turns else cols, offsets, (401, 1001), look)
             _spmm_groups_sm90.run(_spmm_groups_sm90.Choice(9, split, turns), x, values, bias, y, True, plan)
+        for n, k, batches in ((600, 304, (1, 3, 13)), (3, 4000, (8,))):  # rows of a warp, and of a whole block
+            arrays = random_csr(n, k)
+            for m in batches:
+                kernels.spmm_csr(normal(m, k), *arrays, normal(n), shape=(n, k), relu=True)
 
 
 def two_of_four() -> None:
