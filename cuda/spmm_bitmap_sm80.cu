@@ -18,6 +18,7 @@
 //                       in shared memory; `split` blocks that divide K leave float sums, and a second kernel adds them
 //                       up; both in a fixed order.
 
+#include "common/dependent.cuh"
 #include "common/sm80.cuh"
 
 constexpr int WARP = 32;
@@ -313,6 +314,7 @@ __global__ void __launch_bounds__(256, 3)
 spmm_bitmap_write(const T* __restrict__ values, const unsigned* __restrict__ masks, const int* __restrict__ offsets,
                   T* __restrict__ dense, long long ld, int N, int K, int share) {
     extern __shared__ __align__(128) char shared[];
+    let_successor_start();
     const int warp = threadIdx.x / WARP, lane = threadIdx.x % WARP;
     const int wide = (K + TILE_COLUMNS - 1) / TILE_COLUMNS, tiles = (N + TILE_ROWS - 1) / TILE_ROWS * wide;
     const int first = min((static_cast<int>(blockIdx.x * blockDim.x) / WARP + warp) * share, tiles);

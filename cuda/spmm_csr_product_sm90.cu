@@ -5,7 +5,8 @@
 //   values (nnz,), cols (nnz,) int or (narrow) unsigned short, row_offsets (N + 1,): w in CSR.
 //
 // A structural zero contributes nothing, but in a dense w it makes NaN of NaN and Inf in x, and a row in which a column
-// repeats was written out as NaN. So a sum that comes out as NaN is computed again, entry by entry, before it is stored.
+// repeats was written out as NaN. So a sum that comes out as NaN is computed again, entry by entry, before it is stored;
+// but not without row_offsets: of a w that was written out from another format the zeros are multiplied.
 
 #include "common/dependent.cuh"
 #include "common/gemm_single_sm90.cuh"
@@ -39,6 +40,7 @@ template <typename T, int BN> struct CsrEpilogue : FloatEpilogue<T, T, BN, NO_MA
 
     // The sums of rows m + 64 i + 8 h and columns col + 8 j + c are acc[i][4 j + 2 h + c].
     template <int MI, int COUNT> __device__ __forceinline__ void correct(float (&acc)[MI][COUNT], int col) {
+        if (!csr.row_offsets) return;
         constexpr int ALL_SUMS = MI * COUNT, PART = ALL_SUMS < 32 ? ALL_SUMS : 32;
         float zeros[2] = {};  // until something is not finite
 #pragma unroll

@@ -1,6 +1,7 @@
 """The host side of ``spmm_csr_product_sm90.cu``: the dense product of halves, right where CSR and dense W differ.
 
-The face of the operation is :mod:`qsparse.kernels.spmm_csr`; :mod:`._spmm_expand_sm90` writes W out.
+The face of the operation is :mod:`qsparse.kernels.spmm_csr`, for which :mod:`._spmm_expand_sm90` writes W out;
+:mod:`qsparse.kernels.spmm_bitmap` uses it too.
 """
 
 from __future__ import annotations
@@ -66,18 +67,20 @@ def product(
 ) -> torch.Tensor:
     """``act(x @ W.T + bias)`` (M, N) row-major, W also as ``w`` (N, K), by the kernel launched just before.
 
-    ``takes(x, n)``, rows of ``w`` on 16 bytes; the other arrays are contiguous. ``config`` is chosen where None.
+    ``takes(x, n)``, rows of ``w`` on 16 bytes; the other arrays are contiguous. Without CSR (None for each of its
+    arrays) what is not stored is multiplied as a zero. ``config`` is chosen where None.
     """
     (m, k), name_and_sms = x.shape, multiprocessors(x.device.index)
     config = config or choose(m, n, k, x.dtype, *name_and_sms)
     y = torch.empty((m, n), dtype=x.dtype, device=x.device)
-    entries = (values.data_ptr(), cols.data_ptr(), row_offsets.data_ptr(), cols.dtype == torch.uint16)
+    entries = (0 if a is None else a.data_ptr() for a in (values, cols, row_offsets))
+    csr = _CSR.pack(x.data_ptr(), x.stride(0), *entries, cols is not None and cols.dtype == torch.uint16)
     maps = (
         tensor_map(x.data_ptr(), x.dtype, m, k, x.stride(0), (config.bm // config.cn, 64)),
         tensor_map(w.data_ptr(), w.dtype, n, k, w.stride(0), (config.bn // config.cm, 64)),
     )
     bias_address = 0 if bias is None else bias.data_ptr()
-    arrays = (bias_address, y.data_ptr(), _CSR.pack(x.data_ptr(), x.stride(0), *entries))
+    arrays = (bias_address, y.data_ptr(), csr)
     flags, instance = _RELU * relu | (0 if n % 2 else _PAIRS), _instance(config, x.dtype)
     if isinstance(config, Single):
         flags |= 0 if n % 8 else _gemm_single_sm90.WIDE

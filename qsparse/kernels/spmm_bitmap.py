@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from qsparse.kernels import _bitmap_tiles, _spmm, _spmm_bitmap_sm80
+from qsparse.kernels import _bitmap_tiles, _spmm, _spmm_bitmap_sm80, _spmm_product_sm90
 from qsparse.kernels._bitmap_tiles import CHUNK, WORDS
 from qsparse.kernels._face import C_FLOATS, check_dtype, check_same_device, check_tensor, face, matrix, pick_tier, rows
 from qsparse.kernels._load import launch
@@ -100,7 +100,11 @@ def spmm_bitmap(
         y = torch.empty((m, n), dtype=out_dtype, device=x.device)
         _spmm_bitmap_sm80.launch_few(matrix(x, k_major=True)[0], values, masks, offsets, bias, y, relu=relu)
         return y
-    return gemm(x, _dense(values, masks, offsets, (n, k), sm80), bias, relu=relu, out_dtype=out_dtype)
+    w = _dense(values, masks, offsets, (n, k), sm80)
+    hopper = sm80 and torch.cuda.get_device_capability(x.device) == (9, 0)
+    if hopper and out_dtype == x.dtype and _spmm_product_sm90.takes(x, n):
+        return _spmm_product_sm90.product(x, w, None, None, None, bias, n, relu)
+    return gemm(x, w, bias, relu=relu, out_dtype=out_dtype)
 
 
 def _dense(values, masks, offsets, shape: tuple[int, int], sm80: bool) -> torch.Tensor:
