@@ -59,8 +59,8 @@ def spmm_bitmap(
 
     Up to 64 rows of float16 or bfloat16 x meet the stored weights themselves, which are read once and unpacked in
     registers. For more rows, and float32, W is written out densely, into N * K elements of memory held for the call
-    alone, and :func:`qsparse.kernels.gemm` multiplies. Cards before 8.0, and float32, have ``simt`` alone, which always
-    writes W out.
+    alone, and multiplied as :func:`qsparse.kernels.gemm` does. Cards before 8.0, and float32, have ``simt`` alone,
+    which always writes W out.
 
     Unlike CSR and COO, where what is not stored contributes nothing, a weight that is not stored is multiplied as a
     zero: NaN or Inf in ``x`` makes all outputs of its row NaN. Raises TypeError for a wrong dtype; ValueError for

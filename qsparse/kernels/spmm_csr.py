@@ -76,10 +76,13 @@ def spmm_csr(
     -------
     (M, N), dtype of ``x``, row-major unless ``columns``; sums are held in float32, in the same order every run.
 
-    An entry that is not stored contributes nothing, whatever ``x`` holds there, NaN and Inf included. Raises
-    TypeError for a wrong dtype; ValueError for shapes that do not fit, for more than 2^31 - 2^14 entries, for a plan of
-    other arrays, and with ``check`` for a column outside [0, K) or offsets that do not rise from 0 to nnz, naming the
-    entry.
+    Where W is written out, as for most products of halves on a Hopper card, N * K elements of memory are held for the
+    call. An entry that is not stored contributes nothing all the same, whatever ``x`` holds there, NaN and Inf
+    included.
+
+    Raises TypeError for a wrong dtype; ValueError for shapes that do not fit, for more than 2^31 - 2^14 entries, for a
+    plan of other arrays, and with ``check`` for a column outside [0, K) or offsets that do not rise from 0 to nnz,
+    naming the entry.
 
     Source: a row's sums in registers over tiles of x, after T. Gale, M. Zaharia, C. Young, E. Elsen, "Sparse GPU
     kernels for deep learning" (SC 2020); a warp a row for small batches, after N. Bell, M. Garland, "Implementing
