@@ -141,7 +141,7 @@ def sparse() -> None:
     for n, k in ((37, 50), (300, 1000)):
         w = normal(n, k, dtype=torch.float16)
         tiles = to_bitmap_tiles(w, w > 0.5)
-        for m, tier in itertools.product((1, 9, 20, 64), {"simt", kernels.spmm_bitmap.tier(DEVICE)}):
+        for m, tier in itertools.product((1, 9, 20, 64, 100), {"simt", kernels.spmm_bitmap.tier(DEVICE)}):
             kernels.spmm_bitmap(normal(m, k, dtype=torch.float16), *tiles, shape=(n, k), relu=True, tier=tier)
         entries, bias = to_entry_tiles(w, w > 0.5), normal(n, dtype=torch.float16)
         for m, tier in itertools.product((1, 9, 20, 64), {"simt", kernels.spmm_entries.tier(DEVICE)}):
