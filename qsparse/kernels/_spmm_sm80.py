@@ -26,6 +26,7 @@ _STATIC_SHARED = 12288  # bytes that the kernels declare themselves, at most
 _MOST_STAGES = 4
 _MOST_SMALL_ROWS = 1024
 _SLAB_PLAN_US = 26  # on an H200, where blocks that divide K need a plan that is not kept
+_GROUPS_TAKE_MORE = 1.04  # than their model says, in the mean
 _TURNED_A_US = 2e6  # bytes that a copy turns a µs there
 DENSE = "dense"
 
@@ -212,8 +213,8 @@ def _hopper_choice(x, n: int, nnz: int, plan: Plan | None, columns: bool, ieee: 
     if choice and choice.split > 1 and plan is None:
         us += _SLAB_PLAN_US
     groups_us, groups = _spmm_groups_sm90.expected(m, n, k, nnz, plan and plan.groups, processors)
-    if groups_us < us:
-        us, choice = groups_us, groups
+    if groups_us * _GROUPS_TAKE_MORE < us:
+        us, choice = groups_us * _GROUPS_TAKE_MORE, groups
     dense_us = _spmm_expand_sm90.time(x.dtype, m, n, k, ieee or min(m, n) < 128)
     if columns:
         dense_us += m * n * 8 / _TURNED_A_US
