@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import torch
 
+from qsparse.kernels import _spmm_whole_sm90
 from qsparse.kernels import _weight_tiles_sm80 as tiles
 from qsparse.kernels._face import C_FLOATS, matrix
 from qsparse.kernels._gemm_sm80 import limits
@@ -17,6 +18,7 @@ DTYPES = (torch.float16, torch.bfloat16)
 DIVISIONS = tuple(tiles.Division(batch, 16) for batch in (8, 16, 32))
 _LEAST_ENTRIES = 16  # of a tile in the mean: with fewer the shifts of its rows, 128 bytes, are too much beside them
 _DENSEST_WAVES = 0.15  # density with which blocks may come in several waves
+_SPARSEST = 0.055  # below it a Hopper card's kernels that go entry by entry are faster than waves, and for 8 rows
 _MOST_ENTRIES = 2**25  # that a pattern is found of: it takes some 100 bytes an entry meanwhile
 
 
@@ -75,7 +77,13 @@ def choose(x, n: int, nnz: int) -> tiles.Division | None:
         return None
     processors, shared_limit = limits(x.device.index)
     division = tiles.choose(m, n, k, DIVISIONS, processors, shared_limit)
-    if division and division.blocks(m, n) > processors and nnz > _DENSEST_WAVES * n * k:
+    if division is None:
+        return None
+    waves = division.blocks(m, n) > processors
+    if waves and nnz > _DENSEST_WAVES * n * k:
+        return None
+    sparse = nnz < _SPARSEST * n * k and torch.cuda.get_device_capability(x.device) == (9, 0)
+    if sparse and (waves or (m <= 8 and _spmm_whole_sm90.takes(x))):
         return None
     return division
 
