@@ -7,7 +7,9 @@
 // A structural zero contributes nothing, but in a dense W it makes NaN of NaN and Inf in x. Whatever a dense product gets
 // wrong that way is NaN, so `repair` looks for NaN among the outputs and computes those again, entry by entry. And where
 // a column repeats within a row, `expand` writes NaN: then all outputs of that row are computed again.
-// (spmm_csr_product_sm90.cu sees to both before it stores.)
+// (spmm_csr_product_sm90.cu sees to both before it stores.) Where x is much smaller than y, and lies in one piece, the
+// first blocks of `expand`, the lookers, look at x instead: unless one of all blocks has `found` something, there is
+// nothing to repair.
 //
 //   expand   a warp has a row at a time, in shared memory, which the copy engine writes to W in one piece. Meanwhile the
 //            entries of the warp's next row are on their way, ROUNDS of 32.
@@ -18,8 +20,6 @@
 
 constexpr int WARP = 32;
 constexpr int WARPS = 4;
-constexpr int ROUNDS = 12;
-constexpr int NO_COLUMN = 0x7fffffff;
 template <typename T> constexpr int VECTOR = 16 / static_cast<int>(sizeof(T));
 constexpr int REPAIR_BLOCK = 256;
 
@@ -31,9 +31,9 @@ template <typename T> __device__ __forceinline__ void clear(T* room, int width, 
 }
 
 // Columns k0 to k0 + width of a row whose columns do not ascend. Does one repeat? An entry that finds another's mark in
-// its place knows.
+// its place knows; then the row has a NaN.
 template <typename T, typename I>
-__device__ __noinline__ void write_unordered(T* room, int k0, int width, const T* values, const I* cols, int begin,
+__device__ __noinline__ bool write_unordered(T* room, int k0, int width, const T* values, const I* cols, int begin,
                                              int end, int lane) {
     using Mark = typename MarkType<sizeof(T)>::type;
     auto* const marks = reinterpret_cast<Mark*>(room);
@@ -50,19 +50,42 @@ __device__ __noinline__ void write_unordered(T* room, int k0, int width, const T
     clear(room, width, lane);
     __syncwarp();
     each([&](unsigned k, int i) { room[k] = values[i]; });
-    if (__any_sync(~0u, repeats) && lane == 0) room[0] = from_float<T>(not_a_number());
+    repeats = __any_sync(~0u, repeats);
+    if (repeats && lane == 0) room[0] = from_float<T>(not_a_number());
+    return repeats;
+}
+
+// Whether something among these `pieces` of 16 bytes is not finite: this thread's part of `threads`.
+template <typename T>
+__device__ __forceinline__ bool look(const T* x, long long pieces, long long thread, long long threads) {
+    float zero = 0.0f;  // until something is not finite
+#pragma unroll 8
+    for (long long i = thread; i < pieces; i += threads) {
+        union { uint4 vector; T parts[VECTOR<T>]; } part;
+        part.vector = reinterpret_cast<const uint4*>(x)[i];
+#pragma unroll
+        for (int e = 0; e < VECTOR<T>; ++e) zero = fmaf(to_float(part.parts[e]), 0.0f, zero);
+    }
+    return zero != zero;
 }
 
 template <typename T, typename I>
 __global__ void __launch_bounds__(WARPS * WARP, 6)
 spmm_csr_expand(const T* __restrict__ values, const I* __restrict__ cols, const int* __restrict__ row_offsets,
-                T* __restrict__ w, int N, int stride, int most_width) {
+                T* __restrict__ w, int N, int stride, int most_width, const T* __restrict__ x, long long pieces,
+                int lookers, int* __restrict__ found) {
     extern __shared__ __align__(16) char shared[];
-    const int lane = threadIdx.x % WARP, warp = threadIdx.x / WARP, step = gridDim.x * WARPS;
-    T* const room = reinterpret_cast<T*>(shared) + warp * most_width;
+    constexpr int BLOCK = WARPS * WARP, ROUNDS = 12, NO_COLUMN = 0x7fffffff;
     let_successor_start();
-    int n = blockIdx.x * WARPS + warp;
-    if (n >= N) return;
+    if (blockIdx.x < lookers) {
+        const bool any = look(x, pieces, blockIdx.x * BLOCK + threadIdx.x, static_cast<long long>(lookers) * BLOCK);
+        const int of_block = __syncthreads_or(any);
+        if (threadIdx.x == 0) found[blockIdx.x] = of_block;
+        return;
+    }
+    const int lane = threadIdx.x % WARP, warp = threadIdx.x / WARP, step = (gridDim.x - lookers) * WARPS;
+    T* const room = reinterpret_cast<T*>(shared) + warp * most_width;
+    int n = (blockIdx.x - lookers) * WARPS + warp;
 
     int col[ROUNDS], before;  // before: the column of the entry before these
     T value[ROUNDS];
@@ -75,9 +98,11 @@ spmm_csr_expand(const T* __restrict__ values, const I* __restrict__ cols, const 
         }
         before = from > begin && from < end ? static_cast<int>(cols[from - 1]) : -1;
     };
-    int begin = row_offsets[n], end = row_offsets[n + 1];
+    int begin = 0, end = 0;
+    if (n < N) begin = row_offsets[n], end = row_offsets[n + 1];
     load(begin, begin, end);
-    for (;;) {
+    bool repeats = false;
+    for (; n < N; n += step) {
         const int after = min(n + step, N - 1), next_begin = row_offsets[after], next_end = row_offsets[after + 1];
         for (int k0 = 0; k0 < stride; k0 += most_width) {
             const int width = min(most_width, stride - k0);
@@ -100,7 +125,7 @@ spmm_csr_expand(const T* __restrict__ values, const I* __restrict__ cols, const 
             if (k0 + width < stride) load(begin, begin, end);
             else load(next_begin, next_begin, next_end);
             __syncwarp();
-            if (!__all_sync(~0u, ascend)) write_unordered(room, k0, width, values, cols, begin, end, lane);
+            if (!__all_sync(~0u, ascend)) repeats |= write_unordered(room, k0, width, values, cols, begin, end, lane);
             fence_proxy_async();
             __syncwarp();
             if (lane == 0) {
@@ -111,8 +136,11 @@ spmm_csr_expand(const T* __restrict__ values, const I* __restrict__ cols, const 
             }
             __syncwarp();
         }
-        if ((n += step) >= N) return;
         begin = next_begin, end = next_end;
+    }
+    if (found) {
+        const int of_block = __syncthreads_or(repeats);
+        if (threadIdx.x == 0) found[blockIdx.x] = of_block;
     }
 }
 
@@ -120,7 +148,12 @@ template <typename T, typename I>
 __global__ void __launch_bounds__(REPAIR_BLOCK)
 spmm_csr_repair(T* __restrict__ y, const T* __restrict__ x, long long x_m, long long x_k, const T* __restrict__ values,
                 const I* __restrict__ cols, const int* __restrict__ row_offsets, const T* __restrict__ bias, long long M,
-                long long N, int relu) {
+                long long N, int relu, const int* __restrict__ found, int blocks) {
+    if (found) {
+        bool any = false;
+        for (int i = threadIdx.x; i < blocks; i += REPAIR_BLOCK) any |= found[i];
+        if (!__syncthreads_or(any)) return;
+    }
     const int lane = threadIdx.x % WARP;
     const long long all = M * N, step = static_cast<long long>(gridDim.x) * REPAIR_BLOCK * VECTOR<T>;
     const long long first = (static_cast<long long>(blockIdx.x) * REPAIR_BLOCK + threadIdx.x) * VECTOR<T>;

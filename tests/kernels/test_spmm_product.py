@@ -51,6 +51,34 @@ def test_columns_in_any_order_and_repeated_ones(dtype, sparse):
     assert marked.nonzero().flatten().tolist() == list(pairs)
 
 
+@pytest.mark.parametrize("ieee", [False, True])
+@pytest.mark.parametrize("turned", [False, True])
+def test_what_a_dense_product_gets_wrong_shows_before_it(turned, ieee, normal, sparse, to_numpy, assert_close):
+    """Where x is smaller than y: nothing, a NaN or Inf at either end of x, a column that repeats."""
+    m, n, k = 264, 300, 100
+    w, bias = sparse(n, k, 0.3).cuda(), normal(n, device="cuda")
+    clean = normal(k, m, device="cuda").t() if turned else normal(m, k, device="cuda")
+    csr = to_csr(w, w != 0)
+    for value, place in ((0, (0, 0)), (NAN, (0, 0)), (INF, (m - 1, k - 1))):
+        x = clean.clone()
+        x[place] = value
+        found = _spmm_expand_sm90._expand(*csr, (n, k), x)[1]
+        assert set(found.tolist()) == ({0} if value == 0 else {0, 1})
+        y = _spmm_expand_sm90.spmm(x, *csr, bias, n, False, ieee)
+        touched = torch.zeros(m, n, dtype=torch.bool, device="cuda")
+        touched[place[0]] = (value != 0) & (w[:, place[1]] != 0)
+        assert torch.equal(y.isfinite(), ~touched)
+        reference = to_numpy(x.nan_to_num(0, 0, 0)) @ to_numpy(w).T + to_numpy(bias)
+        assert_close(y[~touched], reference[to_numpy(~touched)])
+    values, cols, offsets = csr
+    first, second = int(offsets[n - 1]), int(offsets[n - 1]) + 1
+    w[n - 1, cols[first]], w[n - 1, cols[second]] = values[first] + values[second], 0
+    cols[second] = cols[first]
+    assert _spmm_expand_sm90._expand(*csr, (n, k), clean)[1].sum() == 1
+    y = _spmm_expand_sm90.spmm(clean, *csr, bias, n, False, ieee)
+    assert_close(y, to_numpy(clean) @ to_numpy(w).T + to_numpy(bias))
+
+
 @pytest.mark.parametrize("dtype", _spmm_product_sm90.DTYPES)
 @pytest.mark.parametrize("config", _spmm_product_sm90.POSSIBLE, ids=str)
 @pytest.mark.parametrize("size", [(333, 401, 1001), (17, 70, 60), (600, 304, 784)], ids=str)
