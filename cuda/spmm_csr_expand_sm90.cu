@@ -70,12 +70,12 @@ __device__ __forceinline__ bool look(const T* x, long long pieces, long long thr
 }
 
 template <typename T, typename I>
-__global__ void __launch_bounds__(WARPS * WARP, 6)
+__global__ void __launch_bounds__(WARPS * WARP, 4)
 spmm_csr_expand(const T* __restrict__ values, const I* __restrict__ cols, const int* __restrict__ row_offsets,
                 T* __restrict__ w, int N, int stride, int most_width, const T* __restrict__ x, long long pieces,
                 int lookers, int* __restrict__ found) {
     extern __shared__ __align__(16) char shared[];
-    constexpr int BLOCK = WARPS * WARP, ROUNDS = 12, NO_COLUMN = 0x7fffffff;
+    constexpr int BLOCK = WARPS * WARP, ROUNDS = 20, NO_COLUMN = 0x7fffffff;
     let_successor_start();
     if (blockIdx.x < lookers) {
         const bool any = look(x, pieces, blockIdx.x * BLOCK + threadIdx.x, static_cast<long long>(lookers) * BLOCK);

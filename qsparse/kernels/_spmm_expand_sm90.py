@@ -16,7 +16,7 @@ from qsparse.kernels.gemm import gemm
 
 SOURCE = "spmm_csr_expand_sm90.cu"
 _INDICES = {torch.int32: "int", torch.uint16: "unsigned short"}
-_WARPS, _BLOCKS, _REPAIR_BLOCK, _REPAIR_BLOCKS = 4, 6, 256, 8  # a block's, a multiprocessor's
+_WARPS, _BLOCKS, _REPAIR_BLOCK, _REPAIR_BLOCKS = 4, 4, 256, 8  # a block's, a multiprocessor's
 _MOST_WIDTH, _STEP = 32768, 2048  # bytes of a row that a warp expands at once; what they are rounded up to
 _SHARED, _RESERVED = 227 * 1024, 1024  # a multiprocessor's, and of it for each block
 _LOOKERS = 2  # blocks of a multiprocessor that look at x

@@ -1,23 +1,41 @@
 """CSR written out and multiplied on Hopper's tensor cores: each configuration, and what a dense product gets wrong."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
 from qsparse.kernels import _spmm_expand_sm90, _spmm_product_sm90
+from qsparse.kernels._gemm_sm90_configs import Config
 from qsparse.sparse import to_csr
 
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
 NAN, INF = float("nan"), float("inf")
 
-pytestmark = pytest.mark.gpu
 
-
-@pytest.fixture(autouse=True)
-def _hopper():
+@pytest.fixture
+def hopper():
     if torch.cuda.get_device_capability() != (9, 0):
         pytest.skip("the copy engine is Hopper's")
 
 
+def test_the_smallest_tile_that_leaves_no_second_round():
+    def chosen(*size):
+        config = _spmm_product_sm90.choose(*size, torch.float16, "NVIDIA H200", 132)
+        assert (replace(config, group=8) if isinstance(config, Config) else config) in _spmm_product_sm90.POSSIBLE
+        return config.bm, config.bn, config.cluster
+
+    assert chosen(128, 4096, 4096) == (64, 64, 1)
+    assert chosen(256, 4096, 4096) == (64, 128, 2)
+    assert chosen(2048, 1024, 784) == (128, 128, 2)
+    assert chosen(1024, 4096, 1024) == (128, 256, 1)
+    assert chosen(60000, 256, 784) == chosen(4096, 4096, 4096) == (128, 256, 2)  # several rounds: two blocks share w
+    for size in ((17, 4096, 4096), (64, 10, 7), (65, 10, 7), (100_000, 16, 30_000), (5, 2**20, 64)):
+        chosen(*size)
+
+
+@pytest.mark.gpu
+@pytest.mark.usefixtures("hopper")
 @pytest.mark.parametrize("index", [torch.int32, torch.uint16])
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("size", [(1, 1), (5, 7), (401, 1001), (4000, 64), (9, 40000)], ids=str)
@@ -33,16 +51,18 @@ def test_w_is_written_out(dtype, index, size, sparse):
         assert not whole[:, size[1] :].any()
 
 
+@pytest.mark.gpu
+@pytest.mark.usefixtures("hopper")
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_columns_in_any_order_and_repeated_ones(dtype, sparse):
-    w = sparse(70, 1001, 0.5, dtype).cuda()
+    w = sparse(70, 1001, 0.9, dtype).cuda()
     values, cols, offsets = to_csr(w, w != 0)
     for row in (3, 50):  # as they come
         entries = slice(int(offsets[row]), int(offsets[row + 1]))
         order = torch.randperm(entries.stop - entries.start, generator=torch.Generator().manual_seed(row)).cuda()
         values[entries], cols[entries] = values[entries][order], cols[entries][order]
     assert torch.equal(_spmm_expand_sm90.expand(values, cols, offsets, w.shape), w)
-    pairs = {10: (0, 1), 11: (31, 32), 12: (383, 384), 13: (5, 200), 14: (-2, -1)}
+    pairs = {10: (0, 1), 11: (31, 32), 12: (639, 640), 13: (5, 200), 14: (-2, -1)}
     for row, (i, j) in pairs.items():
         entries = cols[int(offsets[row]) : int(offsets[row + 1])]
         entries[j] = entries[i]
@@ -51,6 +71,8 @@ def test_columns_in_any_order_and_repeated_ones(dtype, sparse):
     assert marked.nonzero().flatten().tolist() == list(pairs)
 
 
+@pytest.mark.gpu
+@pytest.mark.usefixtures("hopper")
 @pytest.mark.parametrize("ieee", [False, True])
 @pytest.mark.parametrize("turned", [False, True])
 def test_what_a_dense_product_gets_wrong_shows_before_it(turned, ieee, normal, sparse, to_numpy, assert_close):
@@ -79,6 +101,8 @@ def test_what_a_dense_product_gets_wrong_shows_before_it(turned, ieee, normal, s
     assert_close(y, to_numpy(clean) @ to_numpy(w).T + to_numpy(bias))
 
 
+@pytest.mark.gpu
+@pytest.mark.usefixtures("hopper")
 @pytest.mark.parametrize("dtype", _spmm_product_sm90.DTYPES)
 @pytest.mark.parametrize("config", _spmm_product_sm90.POSSIBLE, ids=str)
 @pytest.mark.parametrize("size", [(333, 401, 1001), (17, 70, 60), (600, 304, 784)], ids=str)
