@@ -1,35 +1,33 @@
 // y = act(x · Wᵀ + bias) in float, W (N, K) in CSR, for batches of more than a few rows.
 //
-//   x (M, K), contiguous along one of the two; y (M, N) in any strides; values (nnz,), cols (nnz,) int or unsigned short.
+//   x (M, K) and y (M, N) in any strides; values (nnz,), cols (nnz,) int or unsigned short.
 //
-// Every multiply-add reads 4 bytes of x: from shared memory, at 128 bytes a clock, or nothing else can keep up; so what
-// counts is that a warp does nothing but read lines of x. A warp owns a group of 12 rows of W and BATCH = 256 batch rows, 8
-// a lane, all sums in registers. x comes slab by slab (WIDTH columns, turned to lines of batch rows) through a ring of
-// shared memory that PRODUCERS warps fill, and with each slab come the entries that lie in it: group by group, row after
-// row, each its value and the address of its column's line. A group's rows are spelled out, so that sums have registers,
-// each with as little code as there can be: where few entries lie in a slab, instructions come slower than they run.
+// Every multiply-add reads 4 bytes of x: from shared memory, at 128 bytes a clock, or nothing else can keep up; so
+// what counts is that warps do nothing but read x. A warp owns a group of 8 rows of W and BATCH = 256 batch rows, 8 a
+// lane, all sums in registers. x comes slab by slab (WIDTH columns, lines of batch rows) through a ring of shared
+// memory, and with each slab a record for each group: the entries that lie in it, row after row, two to a load, each
+// its value and where its column's line is. A group's rows are spelled out, so that sums have registers.
 //
-// x that is contiguous along k is turned on the way to shared memory, 4 bytes a copy, or, where many blocks of rows read
-// the same x, once for all by spmm_csr_group_turn: then 16 bytes a copy do.
+// One warp asks for all that: the copy engine brings a slab in one piece from x turned, which spmm_csr_group_prepare
+// does where x does not lie so; or some warps turn x on its way, where few blocks of rows read it (TURNED false). A
+// cluster of `split` blocks shares out the slabs of the same outputs, and adds up through distributed shared memory,
+// in order: the same bits every run.
 //
-// A cluster of `split` blocks shares out the slabs of the same outputs, and adds up through distributed shared memory, in
-// order: the same bits every run.
-//
-// A plan, made once for a W, holds the entries in that order (`sources`) and how many there are of each row in each slab
-// (`segments`). It works on virtual rows: a row of more than `limit` entries is split into parts, so that a long row keeps
-// no warp waiting; their sums go to `partial`, and spmm_csr_group_join adds them in order. A part in which a column
-// repeats is left to the end, entry by entry.
+// A plan, made once for a W, holds the order of the records (`sources`) and how many entries there are of each row in
+// each slab (`segments`); spmm_csr_group_prepare writes records of the values of each call. It works on virtual rows:
+// a row of more than `limit` entries is split into parts, so that a long row keeps no warp waiting; their sums go to
+// `partial`, and spmm_csr_group_join adds them in order. It does parts in which a column repeats, too, entry by entry.
 
 #include "common/numeric.cuh"
-#include "common/shared.cuh"
+#include "common/sm90.cuh"
+#include "common/dependent.cuh"
 
 constexpr int WARP = 32;
-constexpr int GROUP = 12;  // rows of W
+constexpr int GROUP = 8;  // rows of W
 constexpr int V = 8, BATCH = WARP * V, LINE = BATCH * 4;  // batch rows of a lane and of a block; a line's bytes
-constexpr int CONSUMERS = 12, PRODUCERS = 4, WARPS = CONSUMERS + PRODUCERS;
+constexpr int CONSUMERS = 16;  // a warp a group
 constexpr int MOST_STAGES = 8, MOST_SPLIT = 8;
-constexpr int STAGE_ALIGN = 1024;  // no bit of a line's address but those of its turn are in a lane's place in it
-constexpr int PLAN_BLOCK = 1024, ORDER_BLOCK = 256, TURN_BLOCK = 256;
+constexpr int PLAN_BLOCK = 1024, ORDER_BLOCK = 256, PREPARE_BLOCK = 256;
 constexpr int TILE = 64;  // of x that is turned at once
 constexpr int LEAST_WINDOW = 4096;  // columns that are put in order at once, or a few more: whole slabs
 
@@ -37,19 +35,17 @@ struct Part {  // a virtual row: entries [begin, end) of row n, whose sums go to
     int n, slot, begin, end, repeats;
 };
 
-struct __align__(16) Segment {  // a group's entries in a slab: where they start, and how many there are of each row
+// Of a group and a slab: where its record starts, in units of 16 bytes, and how many entries there are of each row. A
+// record begins with it; then come each row's entries, in twos.
+struct __align__(16) Segment {
     int start;
-    unsigned char counts[GROUP];
+    unsigned char counts[12];  // GROUP of them
 };
+constexpr int SPARE = 1 + (GROUP + 1) / 2;  // units of a record beyond a half for each entry, at most
 
-struct __align__(8) Source {  // of an entry: where its value is, and its column within the slab
+struct __align__(8) Source {  // of an entry: where its value is (-1: of none), and its column within the slab
     int index;
     unsigned column;
-};
-
-struct __align__(8) Entry {  // a value, and the address of its column's line, turned
-    float value;
-    unsigned line;
 };
 
 // --- the plan -------------------------------------------------------------------------------------------------------
@@ -89,7 +85,8 @@ spmm_csr_group_parts(const int* __restrict__ row_offsets, Part* __restrict__ par
     if (threadIdx.x == 0) first[N] = before_all;
 }
 
-// use(i, r, k) for each entry i of a group's parts, r, whose column is k0 + k, in the window; the block's warps share them.
+// use(i, r, k) for each entry i of a group's parts, r, whose column is k0 + k, in the window; the block's warps share
+// them.
 template <int WINDOW, typename I, typename USE>
 __device__ __forceinline__ void each_entry(const I* cols, const Part* parts, int count, long long k0, const USE& use) {
     for (int r = threadIdx.x / WARP; r < count; r += ORDER_BLOCK / WARP) {
@@ -101,12 +98,14 @@ __device__ __forceinline__ void each_entry(const I* cols, const Part* parts, int
     }
 }
 
-// A block a group: sources (nnz,), segments [group][slab], and in `most` the entries of the largest segment.
+// A block a group: sources, where their entries will be in records, and segments [group][slab]. found: the units of
+// the largest record, and whether a column repeats in a part. Records take half a unit for an entry and SPARE, or one
+// for an entry and 1.
 template <typename I, int WIDTH>
 __global__ void __launch_bounds__(ORDER_BLOCK, 4)
 spmm_csr_group_order(const I* __restrict__ cols, const int* __restrict__ first, Part* __restrict__ parts,
-                     Source* __restrict__ sources, Segment* __restrict__ segments, int* __restrict__ most, long long N,
-                     long long K, int slabs) {
+                     Source* __restrict__ sources, Segment* __restrict__ segments, int* __restrict__ found, long long N,
+                     long long K, int slabs, int in_twos) {
     constexpr int SLABS = (LEAST_WINDOW + WIDTH - 1) / WIDTH, WINDOW = SLABS * WIDTH;
     static_assert(WIDTH <= 64 && SLABS <= ORDER_BLOCK, "a bit a column, a thread a slab");
     __shared__ unsigned long long masks[SLABS][GROUP];  // the columns with an entry
@@ -116,9 +115,9 @@ spmm_csr_group_order(const I* __restrict__ cols, const int* __restrict__ first, 
     const int v0 = blockIdx.x * GROUP, count = min(GROUP, first[N] - v0);
     if (count <= 0) return;
     const int thread = threadIdx.x, lane = thread % WARP, warp = thread / WARP;
-    parts += v0;
-    segments += static_cast<long long>(blockIdx.x) * slabs;
-    int position = parts[0].begin;
+    parts += v0, segments += static_cast<long long>(blockIdx.x) * slabs;
+    int position = in_twos ? (parts[0].begin + 1) / 2 + blockIdx.x * (SPARE * slabs + 1)
+                           : parts[0].begin + blockIdx.x * slabs;
     if (thread == 0) repeats = 0;
     const auto mark = [&](int, int r, int k) {
         if (atomicOr(&masks[k / WIDTH][r], 1ull << k % WIDTH) >> k % WIDTH & 1) atomicOr(&repeats, 1u << r);
@@ -136,6 +135,7 @@ spmm_csr_group_order(const I* __restrict__ cols, const int* __restrict__ first, 
     __syncthreads();
     const unsigned out = repeats;
     if (thread < count) parts[thread].repeats = out >> thread & 1;
+    if (thread == 0 && out) found[1] = 1;
 
     for (long long k0 = 0; k0 < K; k0 += WINDOW) {
         if (K > WINDOW) {
@@ -144,14 +144,16 @@ spmm_csr_group_order(const I* __restrict__ cols, const int* __restrict__ first, 
             __syncthreads();
         }
         Segment segment = {};
-        int own = 0;
-        if (thread < SLABS)
+        int own = 0;  // in units of 16 bytes
+        if (thread < SLABS) {
+            own = 1;
             for (int r = 0; r < GROUP; ++r) {
                 const int here = out >> r & 1 ? 0 : __popcll(masks[thread][r]);
                 segment.counts[r] = static_cast<unsigned char>(here);
-                starts[thread][r] = own;
-                own += here;
+                starts[thread][r] = 2 * own;
+                own += (here + 1) / 2;
             }
+        }
         int sum = own;
         for (int step = 1; step < WARP; step *= 2) {
             const int other = __shfl_up_sync(~0u, sum, step);
@@ -165,10 +167,15 @@ spmm_csr_group_order(const I* __restrict__ cols, const int* __restrict__ first, 
             position += sums[w];
         }
         if (thread < SLABS) {
-            for (int r = 0; r < GROUP; ++r) starts[thread][r] += before;
+            for (int r = 0; r < GROUP; ++r) {
+                starts[thread][r] += 2 * before;
+                if (segment.counts[r] % 2) sources[starts[thread][r] + segment.counts[r]] = {-1, 0};
+            }
             segment.start = before;
-            if (k0 / WIDTH + thread < slabs) segments[k0 / WIDTH + thread] = segment;
-            if (own) atomicMax(most, own);
+            if (k0 / WIDTH + thread < slabs) {
+                segments[k0 / WIDTH + thread] = segment;
+                atomicMax(&found[0], own);
+            }
         }
         __syncthreads();
         each_entry<WINDOW>(cols, parts, count, k0, [&](int i, int r, int k) {
@@ -180,36 +187,11 @@ spmm_csr_group_order(const I* __restrict__ cols, const int* __restrict__ first, 
 
 // --- the product ----------------------------------------------------------------------------------------------------
 
-// xt (K, stride) = xᵀ of x (M, K) in any strides, a TILE x TILE square a block; zeros beyond M.
-__global__ void __launch_bounds__(TURN_BLOCK)
-spmm_csr_group_turn(const float* __restrict__ x, long long m_step, long long k_step, float* __restrict__ xt,
-                    long long stride, long long M, long long K) {
-    constexpr int WARPS = TURN_BLOCK / WARP;
-    __shared__ float square[TILE][TILE + 1];  // [k][m]
-    const int lane = threadIdx.x % WARP, warp = threadIdx.x / WARP;
-    const long long squares = (K + TILE - 1) / TILE;
-    const long long m0 = blockIdx.x / squares * TILE, k0 = blockIdx.x % squares * TILE;
-#pragma unroll
-    for (int i = 0; i < TILE / WARPS; ++i)
-#pragma unroll
-        for (int half = 0; half < TILE; half += WARP) {
-            const int m = warp + i * WARPS, k = half + lane;
-            square[k][m] = m0 + m < M && k0 + k < K ? x[(m0 + m) * m_step + (k0 + k) * k_step] : 0.0f;
-        }
-    __syncthreads();
-#pragma unroll
-    for (int i = 0; i < TILE / WARPS; ++i)
-#pragma unroll
-        for (int half = 0; half < TILE; half += WARP) {
-            const int m = half + lane, k = warp + i * WARPS;
-            if (m0 + m < stride && k0 + k < K) xt[(k0 + k) * stride + m0 + m] = square[k][m];
-        }
-}
-
-struct Lines {  // x (M, K): one of the steps is 1; where it is m_step, lines are whole vectors of 16 bytes
+struct Lines {  // x (M, K)
     const float* data;
     long long m_step, k_step, M, K;
 };
+
 
 struct Groups {  // W
     const void* cols;
@@ -218,6 +200,7 @@ struct Groups {  // W
     const Segment* segments;
     const float* values;
     const Source* sources;
+    const int* found;
     long long N, K;
     int slabs, narrow;  // narrow: cols are unsigned short
 };
@@ -227,17 +210,97 @@ struct Output {
     const float* bias;
     float* partial;  // [slot][m]
     long long m_step, n_step, M;
-    int relu;
+    int relu, vectors;  // vectors: columns are contiguous and start on 16 bytes
 };
 
-// A line holds the batch rows of one column in chunks of 16 bytes; chunk c of column k is moved to place c XOR k % 8, so
-// that a warp that turns 8 columns of 4 batch rows touches every bank once.
-__device__ __forceinline__ unsigned turn(unsigned k) { return k % 8 * 16; }
+__device__ __forceinline__ int units_of(const uint4& segment) {
+    const auto twos = [](unsigned four) { return __dp4a(four + 0x01010101u >> 1 & 0x7f7f7f7fu, 0x01010101u, 0u); };
+    return 1 + twos(segment.y) + twos(segment.z) + twos(segment.w);
+}
 
-// The batch row of a lane's value j: four neighbours, and the next four half a line away.
-__device__ __forceinline__ int row_of(int lane, int j) { return j / 4 * (WARP * 4) + lane * 4 + j % 4; }
+// A warp a record.
+__device__ __forceinline__ void make_records(const Groups& w, uint4* __restrict__ records, int block, int blocks) {
+    const int lane = threadIdx.x % WARP, warps = PREPARE_BLOCK / WARP;
+    const long long count = static_cast<long long>((w.first[w.N] + GROUP - 1) / GROUP) * w.slabs;
+    for (long long i = static_cast<long long>(block) * warps + threadIdx.x / WARP; i < count; i += blocks * warps) {
+        const uint4 segment = reinterpret_cast<const uint4*>(w.segments)[i];
+        const int units = units_of(segment);
+        const long long start = static_cast<int>(segment.x);
+        const auto value = [&](int index) { return index < 0 ? 0u : bits_of(w.values[index]); };
+        if (lane == 0) records[start] = segment;
+        for (int u = 1 + lane; u < units; u += WARP) {
+            const uint4 two = reinterpret_cast<const uint4*>(w.sources)[start + u];
+            records[start + u] = {value(two.x), two.y * LINE, value(two.z), two.w * LINE};
+        }
+    }
+}
 
-// The lane's part of a line. Volatile: no load passes a wait.
+// xt (K, stride) = xᵀ, a TILE x TILE square a block; zeros beyond M.
+__device__ __forceinline__ void turn_square(const Lines& x, float* __restrict__ xt, long long stride, int block) {
+    constexpr int WARPS = PREPARE_BLOCK / WARP;
+    __shared__ float square[TILE][TILE + 1];  // [k][m]
+    const int lane = threadIdx.x % WARP, warp = threadIdx.x / WARP;
+    const long long squares = (x.K + TILE - 1) / TILE;
+    const long long m0 = block / squares * TILE, k0 = block % squares * TILE;
+#pragma unroll
+    for (int i = 0; i < TILE / WARPS; ++i)
+#pragma unroll
+        for (int half = 0; half < TILE; half += WARP) {
+            const int m = warp + i * WARPS, k = half + lane;
+            square[k][m] = m0 + m < x.M && k0 + k < x.K ? x.data[(m0 + m) * x.m_step + (k0 + k) * x.k_step] : 0.0f;
+        }
+    __syncthreads();
+#pragma unroll
+    for (int i = 0; i < TILE / WARPS; ++i)
+#pragma unroll
+        for (int half = 0; half < TILE; half += WARP) {
+            const int m = half + lane, k = warp + i * WARPS;
+            if (m0 + m < stride && k0 + k < x.K) xt[(k0 + k) * stride + m0 + m] = square[k][m];
+        }
+}
+
+// What the product takes: W's records, by the first blocks, and x turned, by the others, if there are any.
+__global__ void __launch_bounds__(PREPARE_BLOCK)
+spmm_csr_group_prepare(const __grid_constant__ Groups w, const __grid_constant__ Lines x, uint4* __restrict__ records,
+                       float* __restrict__ xt, long long stride, int blocks) {
+    let_successor_start();
+    if (blockIdx.x < blocks) make_records(w, records, blockIdx.x, blocks);
+    else turn_square(x, xt, stride, blockIdx.x - blocks);
+}
+
+// x by slabs, lines of batch rows. TURNED: it is already. Else TURNERS warps turn it, in halves, from where the copy
+// engine puts it as it lies: rows of 128 bytes, swizzled. A lane takes 16 bytes of four rows and leaves four columns
+// of 16 bytes; so that eight lanes touch all banks on both sides, the rows are 8 apart, and lines have their batch
+// rows in such fours.
+template <int WIDTH, bool TURNED> struct Slab {
+    static constexpr int BYTES = WIDTH * LINE, HALF = WARP * LINE, STAGING = TURNED ? 0 : 2 * HALF;
+    static constexpr int TURNERS = TURNED ? 0 : 3, WARPS = CONSUMERS + TURNERS + 1;
+    static_assert(TURNED || 2 * HALF == BYTES, "a barrier a half");
+
+    // The batch row of word w of a line, and how far apart the four from there on are, for w a multiple of 4.
+    static constexpr int APART = TURNED ? 1 : 8;
+    static __device__ __forceinline__ int row(int w) { return TURNED ? w : w / 32 * 32 + w / 4 % 8; }
+
+    // Turn half a slab: this is warp `turner`.
+    static __device__ __forceinline__ void turn(char* to, const char* from, int turner) {
+        const int lane = threadIdx.x % WARP, p = lane % 8;
+#pragma unroll 2
+        for (int part = turner; part < 16; part += TURNERS) {
+            const int t = part / 2, c = part % 2 * 4 + lane / 8;
+            float4 v[4];
+#pragma unroll
+            for (int i = 0; i < 4; ++i)
+                v[i] = *reinterpret_cast<const float4*>(from + (t * 32 + i * 8 + p) * 128 + (c ^ p) * 16);
+            float4* const line = reinterpret_cast<float4*>(to + c * 4 * LINE) + t * 8 + p;
+            line[0] = {v[0].x, v[1].x, v[2].x, v[3].x};
+            line[LINE / 16] = {v[0].y, v[1].y, v[2].y, v[3].y};
+            line[LINE / 16 * 2] = {v[0].z, v[1].z, v[2].z, v[3].z};
+            line[LINE / 16 * 3] = {v[0].w, v[1].w, v[2].w, v[3].w};
+        }
+    }
+};
+
+// A lane's part of a line: four words, and the next four half a line away. Volatile: no load passes a wait.
 __device__ __forceinline__ void load_line(float (&x)[V], unsigned from) {
 #pragma unroll
     for (int j = 0; j < V; j += 4)
@@ -246,270 +309,248 @@ __device__ __forceinline__ void load_line(float (&x)[V], unsigned from) {
                      : "r"(from + j / 4 * (LINE / 2)));
 }
 
-__device__ __forceinline__ void load_entry(Entry& to, unsigned from) {
-    asm volatile("ld.shared.v2.u32 {%0, %1}, [%2];"
-                 : "=r"(reinterpret_cast<unsigned&>(to.value)), "=r"(to.line) : "r"(from));
+__device__ __forceinline__ uint4 load_unit(unsigned from) {
+    uint4 v;
+    asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "r"(from));
+    return v;
 }
 
-__device__ __forceinline__ void add(float (&sums)[V], float factor, const float (&x)[V]) {
+__device__ __forceinline__ void add(float (&sums)[V], unsigned factor, const float (&x)[V]) {
 #pragma unroll
-    for (int j = 0; j < V; ++j) sums[j] = fmaf(factor, x[j], sums[j]);
+    for (int j = 0; j < V; ++j) sums[j] = fmaf(__uint_as_float(factor), x[j], sums[j]);
 }
 
-template <int BYTES> __device__ __forceinline__ void start_copy(unsigned to, const void* from) {
-    if constexpr (BYTES == 16) asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(to), "l"(from) : "memory");
-    else asm volatile("cp.async.ca.shared.global [%0], [%1], 4;" ::"r"(to), "l"(from) : "memory");
+// Add up what a record says, of columns that lie from `columns` on: two entries a load, and both columns at once.
+__device__ __forceinline__ void consume(float (&sums)[GROUP][V], unsigned record, unsigned columns) {
+    const uint4 segment = load_unit(record);
+    uint4 two = load_unit(record += 16);
+    const unsigned counts[] = {segment.y, segment.z, segment.w};
+#pragma unroll
+    for (int r = 0; r < GROUP; ++r) {
+        int left = counts[r / 4] >> r % 4 * 8 & 255;
+#pragma unroll 1
+        for (; left > 1; left -= 2) {
+            float one[V], other[V];
+            load_line(one, columns + two.y);
+            load_line(other, columns + two.w);
+            const unsigned first = two.x, second = two.z;
+            two = load_unit(record += 16);  // beyond the last ones, of what lies there
+            add(sums[r], first, one);
+            add(sums[r], second, other);
+        }
+        if (left) {
+            float one[V];
+            load_line(one, columns + two.y);
+            const unsigned first = two.x;
+            two = load_unit(record += 16);
+            add(sums[r], first, one);
+        }
+    }
 }
 
-__device__ __forceinline__ void pipe_init(unsigned long long* barrier, int count) {
-    asm volatile("mbarrier.init.shared.b64 [%0], %1;" ::"r"(shared_address(barrier)), "r"(count) : "memory");
+// Where a warp is in the ring: at which stage, and in a phase of which parity.
+struct Place {
+    unsigned both;  // twice the stage, and the parity
+    __device__ __forceinline__ int stage() const { return both / 2; }
+    __device__ __forceinline__ unsigned parity() const { return both % 2; }
+    __device__ __forceinline__ bool advance(unsigned stages) {  // whether it is back at the first stage
+        both += 2;
+        if (both < 2 * stages) return false;
+        both = both % 2 ^ 1;
+        return true;
+    }
+};
+
+// Four sums at the same place of block `rank`'s shared memory.
+__device__ __forceinline__ float4 sums_of(const float* here, int rank) {
+    const uint4 v = cluster_load(reinterpret_cast<const uint4*>(here), rank);
+    return {__uint_as_float(v.x), __uint_as_float(v.y), __uint_as_float(v.z), __uint_as_float(v.w)};
 }
 
-// This thread is done with what it wrote, or will be once its copies have arrived.
-__device__ __forceinline__ void pipe_arrive(unsigned long long* barrier, bool copies = false) {
-    if (copies)
-        asm volatile("cp.async.mbarrier.arrive.noinc.shared.b64 [%0];" ::"r"(shared_address(barrier)) : "memory");
-    else
-        asm volatile("{\n.reg .b64 state;\nmbarrier.arrive.shared.b64 state, [%0];\n}" ::"r"(shared_address(barrier))
-                     : "memory");
-}
+// The value itself, from the lane that has it: the compiler does not work it out again and again.
+__device__ __forceinline__ unsigned kept(unsigned v) { return __shfl_sync(~0u, v, threadIdx.x % WARP); }
 
-// A barrier alternates between two phases; wait until the phase of this parity is over.
-__device__ __forceinline__ void pipe_wait(unsigned long long* barrier, unsigned parity) {
-    asm volatile("{\n.reg .pred done;\nagain:\nmbarrier.try_wait.parity.shared.b64 done, [%0], %1;\n@!done bra again;\n}"
-                 ::"r"(shared_address(barrier)), "r"(parity) : "memory");
-}
-
-// What another block of the cluster has at the same place of shared memory.
-__device__ __forceinline__ float load_of_peer(const float* here, int peer) {
-    unsigned there;
-    float value;
-    asm volatile("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(there) : "r"(shared_address(here)), "r"(peer));
-    asm volatile("ld.shared::cluster.f32 %0, [%1];" : "=f"(value) : "r"(there));
-    return value;
-}
-
-__device__ __forceinline__ void cluster_sync() {
-    asm volatile("barrier.cluster.arrive.aligned;\nbarrier.cluster.wait.aligned;" ::: "memory");
-}
-
-template <int WIDTH>
-__global__ void __launch_bounds__(WARPS* WARP, 1)
-spmm_csr_groups(const __grid_constant__ Lines x, const __grid_constant__ Groups w, const __grid_constant__ Output y,
-                int row_blocks, int block_groups, int split, int stages, int room) {
-    constexpr int PITCH = BATCH + 1;
+template <int WIDTH, bool TURNED>
+__global__ void __launch_bounds__(Slab<WIDTH, TURNED>::WARPS* WARP, 1)
+spmm_csr_groups(const __grid_constant__ TensorMap x, const __grid_constant__ Groups w, const __grid_constant__ Output y,
+                const uint4* __restrict__ records, int virtuals, int row_blocks, int split, int stages, int stage_bytes,
+                int room) {
+    using S = Slab<WIDTH, TURNED>;
+    constexpr int PITCH = BATCH + 4, WARPS = S::WARPS, PRODUCER = WARPS - 1;
     static_assert(CONSUMERS <= WARP, "a lane a group");
-    extern __shared__ __align__(STAGE_ALIGN) char shared[];
-    __shared__ unsigned long long full[MOST_STAGES], empty[MOST_STAGES];
-    __shared__ uint4 counts[MOST_STAGES][CONSUMERS];  // segments
-    __shared__ int2 where[CONSUMERS * GROUP];         // of a virtual row: n, slot
-    __shared__ int any_repeats;
-    float* const tile = reinterpret_cast<float*>(shared);  // of outputs: [virtual row][m], once the slabs are done with
-
+    extern __shared__ __align__(1024) char shared[];
+    char* const ring = shared + S::STAGING;
+    float* const tile = reinterpret_cast<float*>(shared);  // of sums: [virtual row][word], once the slabs are done with
+    __shared__ unsigned long long full[MOST_STAGES], empty[MOST_STAGES], staged[2], taken[2];
+    __shared__ int2 where[CONSUMERS * GROUP];  // of a virtual row: n, slot
     const int lane = threadIdx.x % WARP, warp = threadIdx.x / WARP;
-    const int rank = blockIdx.x % split, block = blockIdx.x / split;
-    const int v0 = block % row_blocks * block_groups * GROUP;
-    const long long m0 = static_cast<long long>(block / row_blocks) * BATCH;
-    const int rows = min(block_groups * GROUP, w.first[w.N] - v0);
-    if (rows <= 0) return;  // for the whole cluster alike
-    const int slab_begin = w.slabs * rank / split, slab_end = w.slabs * (rank + 1) / split;
-    const int entries_bytes = block_groups * room * static_cast<int>(sizeof(Entry));
-    const int stage_bytes = WIDTH * LINE + (entries_bytes + STAGE_ALIGN - 1) / STAGE_ALIGN * STAGE_ALIGN;
+    const int rank = blockIdx.x % split, slab_begin = w.slabs * rank / split, slab_end = w.slabs * (rank + 1) / split;
+    const int block = blockIdx.x / split, row_block = block % row_blocks, m0 = block / row_blocks * BATCH;
+    if (virtuals < 0) virtuals = w.first[w.N];
+    const int all_groups = (virtuals + GROUP - 1) / GROUP;
+    const auto group_of = [&](int i) { return static_cast<int>(static_cast<long long>(all_groups) * i / row_blocks); };
+    const int g0 = group_of(row_block), groups = group_of(row_block + 1) - g0;
+    const int v0 = g0 * GROUP, rows = min(groups * GROUP, virtuals - v0);
 
     if (threadIdx.x < stages) {
-        pipe_init(&full[threadIdx.x], 2 * PRODUCERS * WARP);  // what a thread writes, and what it has copied
-        pipe_init(&empty[threadIdx.x], CONSUMERS);
+        mbarrier_init(&full[threadIdx.x], 1 + (TURNED ? 1 : S::TURNERS * WARP));
+        mbarrier_init(&empty[threadIdx.x], CONSUMERS * WARP);
     }
-    if (threadIdx.x == 0) any_repeats = 0;
+    if (!TURNED && threadIdx.x < 2) {
+        mbarrier_init(&staged[threadIdx.x], 1);
+        mbarrier_init(&taken[threadIdx.x], S::TURNERS * WARP);
+    }
+    mbarrier_init_fence();
     __syncthreads();
-    for (int v = threadIdx.x; v < rows; v += WARPS * WARP) {
-        const Part part = w.parts[v0 + v];
-        where[v] = {part.n, part.slot};
-        if (part.repeats) any_repeats = 1;
-    }
 
-    if (warp >= CONSUMERS) {
-        constexpr int GROUPS = CONSUMERS / PRODUCERS, AHEAD = WIDTH / 16 - 1;  // groups of the warp; rounds of entries
-        const int groups = (rows + GROUP - 1) / GROUP, producer = warp - CONSUMERS;
-        const uint4* segments = reinterpret_cast<const uint4*>(w.segments) +
-                                static_cast<long long>(v0 / GROUP + min(lane, groups - 1)) * w.slabs;
-        const auto segment_of = [&](int s) { return s < slab_end && lane < groups ? segments[s] : make_uint4(0, 0, 0, 0); };
-        const auto length_of = [](const uint4& segment) {
-            constexpr unsigned ONES = 0x01010101u;
-            return static_cast<int>(__dp4a(segment.y, ONES, __dp4a(segment.z, ONES, __dp4a(segment.w, ONES, 0u))));
-        };
-        // Of the slab that comes next: the segment of the lane's group, and the lane's entries of each of the warp's groups.
-        Source ahead[GROUPS][AHEAD];
-        const auto load_ahead = [&](const uint4& segment) {
-            const int length = length_of(segment);
-#pragma unroll
-            for (int u = 0; u < GROUPS; ++u) {
-                const int g = u * PRODUCERS + producer;
-                const int start = __shfl_sync(~0u, static_cast<int>(segment.x), g), here = __shfl_sync(~0u, length, g);
-#pragma unroll
-                for (int t = 0; t < AHEAD; ++t)
-                    if (t * WARP + lane < here) ahead[u][t] = w.sources[start + t * WARP + lane];
-            }
+    if (warp == PRODUCER) {
+        const uint4* const segments = reinterpret_cast<const uint4*>(w.segments) +
+                                      static_cast<long long>(g0 + min(lane, max(groups - 1, 0))) * w.slabs;
+        const auto segment_of = [&](int s) {
+            return s < slab_end && lane < groups ? segments[s] : make_uint4(0, 0, 0, 0);
         };
         uint4 segment = segment_of(slab_begin), next = segment_of(slab_begin + 1);
-        load_ahead(segment);
-        unsigned parity = 1;  // of the phase before the first, which is over
-        for (int s = slab_begin, stage = 0; s < slab_end; ++s) {
-            pipe_wait(&empty[stage], parity);
-            const unsigned slab = shared_address(shared) + stage * stage_bytes;
-            if (producer == 0 && lane < groups) counts[stage][lane] = segment;
-            const int length = length_of(segment);
-            const auto start_entry = [&](unsigned to, const Source& source) {
-                start_copy<4>(to, w.values + source.index);
-                const unsigned line = slab + source.column * LINE + turn(source.column);
-                asm volatile("st.shared.u32 [%0 + 4], %1;" ::"r"(to), "r"(line));
-            };
-            constexpr int ENTRY = static_cast<int>(sizeof(Entry));
-            unsigned to = slab + WIDTH * LINE + (producer * room + lane) * ENTRY;
-#pragma unroll
-            for (int u = 0; u < GROUPS; ++u) {
-                const int g = u * PRODUCERS + producer;
-                const int start = __shfl_sync(~0u, static_cast<int>(segment.x), g), here = __shfl_sync(~0u, length, g);
-#pragma unroll
-                for (int t = 0; t < AHEAD; ++t)
-                    if (t * WARP + lane < here) start_entry(to + t * WARP * ENTRY, ahead[u][t]);
-#pragma unroll 1
-                for (int i = AHEAD * WARP + lane; i < here; i += WARP)
-                    start_entry(to + (i - lane) * ENTRY, w.sources[start + i]);
-                to += PRODUCERS * room * ENTRY;
+        Place at = {1};  // the phase before the first is over
+        unsigned staged_parity = 1;
+        if (TURNED) wait_for_predecessor();
+        for (int s = slab_begin; s < slab_end; ++s) {
+            if (!TURNED) {
+                for (int h = 0; h < 2; ++h) {
+                    mbarrier_wait(&taken[h], staged_parity);
+                    if (lane == 0) {
+                        mbarrier_expect_bytes(&staged[h], S::HALF);
+                        tma_load(shared + h * S::HALF, &x, &staged[h], s * WIDTH + h * WARP, m0);
+                    }
+                }
+                staged_parity ^= 1;
+                if (s == slab_begin) wait_for_predecessor();
             }
+            mbarrier_wait(&empty[at.stage()], at.parity());
+            unsigned long long* const arrived = &full[at.stage()];
+            char* const to = ring + at.stage() * stage_bytes;
+            if (TURNED && lane == 0) {
+                mbarrier_expect_bytes(arrived, S::BYTES);
+                tma_load(to, &x, arrived, m0, s * WIDTH);
+            }
+            const int bytes = lane < groups ? units_of(segment) * 16 : 0;
+            const int all = __reduce_add_sync(~0u, bytes);
+            if (lane == 0) mbarrier_expect_bytes(arrived, all);
+            __syncwarp();
+            if (lane < groups)
+                bulk_load(to + S::BYTES + lane * room, records + static_cast<int>(segment.x), bytes, arrived);
             segment = next;
             next = segment_of(s + 2);
-            load_ahead(segment);
-            const long long k0 = static_cast<long long>(s) * WIDTH;
-            if (x.k_step != 1) {
-                constexpr int CHUNKS = LINE / 16, AT_ONCE = PRODUCERS * WARP / CHUNKS;  // lines
-                const int chunk = threadIdx.x % CHUNKS, line = (threadIdx.x - CONSUMERS * WARP) / CHUNKS;
-                const float* from = x.data + (k0 + line) * x.k_step + m0 + chunk * 4;
-                const bool inside = m0 + chunk * 4 < x.M;  // what lies beyond meets no output
-#pragma unroll 8
-                for (int k = 0; k < WIDTH; k += AT_ONCE) {
-                    if (inside && k0 + k + line < x.K)
-                        start_copy<16>(slab + (k + line) * LINE + (chunk * 16 ^ turn(k + line)), from);
-                    from += AT_ONCE * x.k_step;
-                }
-            } else {  // 8 columns of 4 batch rows at once
-                constexpr int QUADS = BATCH / 4;
-                const int k = lane % 8, here = static_cast<int>(min(static_cast<long long>(WIDTH), x.K - k0)) - k;
-                long long m = m0 + producer * 4 + lane / 8;
-                const float* from = x.data + m * x.m_step + k0 + k;
-                const unsigned line = slab + k * LINE + lane / 8 * 4;
-#pragma unroll 2
-                for (int quad = producer; quad < QUADS; quad += PRODUCERS) {
-                    const unsigned to = line + (quad * 16 ^ turn(k));
-                    if (m < x.M)
-#pragma unroll
-                        for (int j = 0; j < WIDTH; j += 8)
-                            if (j < here) start_copy<4>(to + j * LINE, from + j);
-                    m += PRODUCERS * 4, from += PRODUCERS * 4 * x.m_step;
-                }
+            at.advance(stages);
+        }
+        __syncthreads();
+    } else if (warp >= CONSUMERS) {
+        Place at = {1};
+        unsigned staged_parity = 0;
+        for (int s = slab_begin; s < slab_end; ++s) {
+            mbarrier_wait(&empty[at.stage()], at.parity());
+            for (int h = 0; h < 2; ++h) {
+                mbarrier_wait(&staged[h], staged_parity);
+                S::turn(ring + at.stage() * stage_bytes + h * S::HALF, shared + h * S::HALF, warp - CONSUMERS);
+                mbarrier_arrive(&taken[h]);
             }
-            pipe_arrive(&full[stage], true);
-            pipe_arrive(&full[stage]);
-            if (++stage == stages) stage = 0, parity ^= 1;
+            mbarrier_arrive(&full[at.stage()]);
+            staged_parity ^= 1;
+            at.advance(stages);
         }
         __syncthreads();
     } else {
+        for (int v = threadIdx.x; v < rows; v += CONSUMERS * WARP)
+            where[v] = {w.parts[v0 + v].n, w.parts[v0 + v].slot};
         float sums[GROUP][V] = {};
-        const unsigned place = lane * 16;
-        unsigned entries = shared_address(shared) + WIDTH * LINE + warp * room * static_cast<int>(sizeof(Entry));
-        unsigned parity = 0;
-        for (int s = slab_begin, stage = 0; s < slab_end; ++s) {
-            pipe_wait(&full[stage], parity);
-            if (warp * GROUP < rows) {
-                const uint4 segment = counts[stage][warp];
-                const unsigned numbers[GROUP / 4] = {segment.y, segment.z, segment.w};
-                unsigned at = entries + stage * stage_bytes;
-                Entry next;
-                load_entry(next, at);
-#pragma unroll
-                for (int r = 0; r < GROUP; ++r)
-#pragma unroll 1
-                    for (int left = numbers[r / 4] >> r % 4 * 8 & 255; left > 0; --left) {
-                        float line[V];
-                        load_line(line, next.line ^ place);
-                        const float factor = next.value;
-                        load_entry(next, at += sizeof(Entry));  // beyond the last one, of what lies there
-                        add(sums[r], factor, line);
-                    }
-            }
-            __syncwarp();
-            if (lane == 0) pipe_arrive(&empty[stage]);
-            if (++stage == stages) stage = 0, parity ^= 1;
+        unsigned columns = kept(shared_address(ring) + lane * 16);
+        unsigned record = kept(shared_address(ring) + S::BYTES + warp * room);
+        Place at = {0};
+        for (int left = slab_end - slab_begin; left > 0; --left) {
+            mbarrier_wait(&full[at.stage()], at.parity());
+            if (warp < groups) consume(sums, record, columns);
+            mbarrier_arrive(&empty[at.stage()]);
+            columns += stage_bytes, record += stage_bytes;
+            if (at.advance(stages)) columns -= stages * stage_bytes, record -= stages * stage_bytes;
         }
         __syncthreads();
 #pragma unroll
         for (int r = 0; r < GROUP; ++r)
             if (warp * GROUP + r < rows)
 #pragma unroll
-                for (int j = 0; j < V; ++j) tile[(warp * GROUP + r) * PITCH + row_of(lane, j)] = sums[r][j];
+                for (int j = 0; j < V; j += 4)
+                    reinterpret_cast<float4*>(&tile[(warp * GROUP + r) * PITCH])[j / 4 * WARP + lane] = {
+                        sums[r][j], sums[r][j + 1], sums[r][j + 2], sums[r][j + 3]};
     }
     __syncthreads();
 
-    const int batch = static_cast<int>(min(static_cast<long long>(BATCH), y.M - m0));
-    if (any_repeats && rank == 0) {  // entry by entry, from x itself
-        for (int v = warp; v < rows; v += WARPS) {
-            const Part part = w.parts[v0 + v];
-            if (!part.repeats) continue;
-            for (int i = part.begin; i < part.end; ++i) {
-                const int k = w.narrow ? static_cast<const unsigned short*>(w.cols)[i] : static_cast<const int*>(w.cols)[i];
-                for (int m = lane; m < batch; m += WARP)
-                    tile[v * PITCH + m] = fmaf(w.values[i], x.data[k * x.k_step + (m0 + m) * x.m_step], tile[v * PITCH + m]);
-            }
-        }
-        __syncthreads();
-    }
     // The block's share of the rows: what its peers have of them comes line by line, in their order.
     const int v_begin = rows * rank / split, v_end = rows * (rank + 1) / split;
     if (split > 1) {
         cluster_sync();
-        for (int v = v_begin + warp; v < v_end; v += WARPS)
-#pragma unroll 2
-            for (int m = lane; m < BATCH; m += WARP) {
-                float* const here = &tile[v * PITCH + m];
-                float parts[MOST_SPLIT];
+        constexpr int FOURS = BATCH / 4;
+#pragma unroll 4
+        for (int i = v_begin * FOURS + threadIdx.x; i < v_end * FOURS; i += WARPS * WARP) {
+            float* const here = &tile[i / FOURS * PITCH + i % FOURS * 4];
+            float4 parts[MOST_SPLIT];
 #pragma unroll
-                for (int peer = 0; peer < MOST_SPLIT; ++peer)
-                    if (peer < split) parts[peer] = peer == rank ? *here : load_of_peer(here, peer);
-                float sum = parts[0];
+            for (int peer = 0; peer < MOST_SPLIT; ++peer)
+                if (peer < split) parts[peer] = sums_of(here, peer);
+            float4 sum = parts[0];
 #pragma unroll
-                for (int peer = 1; peer < MOST_SPLIT; ++peer)
-                    if (peer < split) sum += parts[peer];
-                *here = sum;  // which no other block reads
-            }
+            for (int peer = 1; peer < MOST_SPLIT; ++peer)
+                if (peer < split)
+                    sum = {sum.x + parts[peer].x, sum.y + parts[peer].y, sum.z + parts[peer].z, sum.w + parts[peer].w};
+            *reinterpret_cast<float4*>(here) = sum;  // which no other block reads
+        }
         cluster_sync();  // nobody leaves while others read its tile
     }
-    const bool by_rows = y.n_step == 1;  // lanes take what is side by side in y
+    // Lanes take what is side by side in y, and four words each.
+    const bool by_rows = y.n_step == 1;
     const int v_first = v_begin + (by_rows ? lane : warp), v_step = by_rows ? WARP : WARPS;
-    const int m_first = by_rows ? warp : lane, m_step = by_rows ? WARPS : WARP;
+    const int w_first = (by_rows ? warp : lane) * 4, w_step = (by_rows ? WARPS : WARP) * 4;
+    const int batch = static_cast<int>(min(static_cast<long long>(BATCH), y.M - m0));
+    const bool vectors = S::APART == 1 && y.vectors && batch == BATCH;
     for (int v = v_first; v < v_end; v += v_step) {
         const int2 at = where[v];
-        const float bias = y.bias ? y.bias[at.x] : 0.0f;
+        const bool apart = at.y >= 0;
+        const float bias = y.bias && !apart ? y.bias[at.x] : 0.0f, least = y.relu && !apart ? 0.0f : -infinity();
+        float* const to = apart ? y.partial + at.y * y.M + m0 : y.data + m0 * y.m_step + at.x * y.n_step;
+        const long long step = apart ? 1 : y.m_step;
 #pragma unroll 4
-        for (int m = m_first; m < batch; m += m_step) {
-            const float sum = tile[v * PITCH + m];
-            if (at.y >= 0) y.partial[at.y * y.M + m0 + m] = sum;
-            else y.data[(m0 + m) * y.m_step + at.x * y.n_step] = y.relu ? relu_of(sum + bias) : sum + bias;
+        for (int i = w_first; i < BATCH; i += w_step) {
+            const float4 four = *reinterpret_cast<const float4*>(&tile[v * PITCH + i]);
+            const float sums[] = {max_nan(four.x + bias, least), max_nan(four.y + bias, least),
+                                  max_nan(four.z + bias, least), max_nan(four.w + bias, least)};
+            const int m = S::row(i);
+            if (vectors) *reinterpret_cast<float4*>(&to[m]) = {sums[0], sums[1], sums[2], sums[3]};
+            else
+#pragma unroll
+                for (int j = 0; j < 4; ++j)
+                    if (m + j * S::APART < batch) to[(m + j * S::APART) * step] = sums[j];
         }
     }
 }
 
-// The rows in parts: y = act(their partial sums, in order, + bias).
+// What the product leaves: rows in parts, y = act(their sums, in order, + bias), and parts in which a column repeats,
+// entry by entry.
 __global__ void __launch_bounds__(PLAN_BLOCK)
-spmm_csr_group_join(const int* __restrict__ first, long long N, const __grid_constant__ Output y) {
-    if (first[N] == N) return;
-    for (long long n = blockIdx.x; n < N; n += gridDim.x) {
-        const int v0 = first[n], count = first[n + 1] - v0;
-        if (count == 1) continue;
-        const float* partial = y.partial + 2 * (v0 - n) * y.M;
+spmm_csr_group_join(const __grid_constant__ Lines x, const __grid_constant__ Groups w, const __grid_constant__ Output y) {
+    if (!w.found[1] && w.first[w.N] == w.N) return;
+    for (long long n = blockIdx.x; n < w.N; n += gridDim.x) {
+        const int v0 = w.first[n], count = w.first[n + 1] - v0;
+        if (count == 1 && !w.parts[v0].repeats) continue;
         for (long long m = threadIdx.x; m < y.M; m += PLAN_BLOCK) {
             float sum = 0.0f;
-            for (int p = 0; p < count; ++p) sum += partial[p * y.M + m];
+            for (int v = v0; v < v0 + count; ++v) {
+                const Part part = w.parts[v];
+                if (!part.repeats) sum += y.partial[part.slot * y.M + m];
+                else
+                    for (int i = part.begin; i < part.end; ++i) {
+                        const int k = w.narrow ? static_cast<const unsigned short*>(w.cols)[i]
+                                               : static_cast<const int*>(w.cols)[i];
+                        sum = fmaf(w.values[i], x.data[m * x.m_step + k * x.k_step], sum);
+                    }
+            }
             if (y.bias) sum += y.bias[n];
             y.data[m * y.m_step + n * y.n_step] = y.relu ? relu_of(sum) : sum;
         }

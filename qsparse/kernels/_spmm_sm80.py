@@ -26,7 +26,6 @@ _STATIC_SHARED = 12288  # bytes that the kernels declare themselves, at most
 _MOST_STAGES = 4
 _MOST_SMALL_ROWS = 1024
 _SLAB_PLAN_US = 26  # on an H200, where blocks that divide K need a plan that is not kept
-_GROUPS_TAKE_MORE = 1.04  # than their model says, in the mean
 _TURNED_A_US = 2e6  # bytes that a copy turns a µs there
 DENSE = "dense"
 
@@ -215,9 +214,9 @@ def _hopper_choice(x, n: int, nnz: int, plan: Plan | None, columns: bool, ieee: 
         return DENSE if dense else None
     if choice and choice.split > 1 and plan is None:
         us += _SLAB_PLAN_US
-    groups_us, groups = _spmm_groups_sm90.expected(m, n, k, nnz, plan and plan.groups, processors)
-    if groups_us * _GROUPS_TAKE_MORE < us:
-        us, choice = groups_us * _GROUPS_TAKE_MORE, groups
+    groups_us, groups = _spmm_groups_sm90.expected(x, n, nnz, plan and plan.groups, processors)
+    if groups_us < us:
+        us, choice = groups_us, groups
     if plan and plan.tall and not columns and _spmm_tall_sm90.takes(x):
         tall_us, tall = _spmm_tall_sm90.choose(m, n, k, nnz, plan.tall.room, processors)
         if tall_us < us:

@@ -1,6 +1,5 @@
 """CSR weights times activations, against the oracle and SciPy."""
 
-import itertools
 import struct
 
 import numpy as np
@@ -364,30 +363,6 @@ def test_tiles_fit_the_card_and_cover_w(kilobytes, itemsize):
         assert rows * 4 * (tile.batch + 1) <= tile.shared(itemsize)
 
 
-def test_every_choice_of_groups_fits_a_hopper_card():
-    """Its memory holds two slabs with as many entries as there can be, and the outputs; a cluster has slabs enough."""
-    sizes = (17, 1, 1, 1), (64, 4096, 4096, 10**6), (60000, 256, 784, 20000), (20, 100_000, 40, 5000)
-    for (m, n, k, nnz), tile in itertools.product(sizes, _spmm_groups_sm90.TILES):
-        for room in (2, 12 * tile.width):
-            us, choice = _spmm_groups_sm90.choose(m, n, k, nnz, tile, room, 132)
-            assert us > 0
-            assert 1 <= choice.groups <= 12
-            assert choice.split <= -(-k // tile.width)
-            assert 2 <= tile.stages(choice.groups, room) <= 8
-            assert tile.shared(choice.groups, room) <= (227 - 7) * 1024
-    first = _spmm_groups_sm90.TILES[0]
-    assert first.stages(12, 12 * first.width) >= 2  # what plans rely on that do not look
-
-
-@pytest.mark.parametrize("nnz", [1, 511, 2**29, 2**31 - 1])
-@pytest.mark.parametrize("n", [1, 2, 3, 1000, 2**20])
-def test_the_longest_part_is_an_int_however_many_entries_there_are(n, nnz):
-    limit = _spmm_groups_sm90.longest_part(n, nnz)
-    struct.pack("i", limit)
-    assert limit >= min(nnz, 512)
-    assert limit >= min(4 * nnz / n, 2**31 - 1)
-
-
 def test_both_plans_take_a_row_of_any_length(monkeypatch):
     """What is launched with it fits the kernels' arguments."""
     packed = []
@@ -433,32 +408,6 @@ def test_halves_are_multiplied_densely_only_where_the_tensor_cores_take_x(dtype,
         assert choice(x) != _spmm_sm80.DENSE
 
 
-@pytest.mark.gpu
-@pytest.mark.parametrize("look", [False, True])
-@pytest.mark.parametrize("density", [0.2, 0.9])
-@pytest.mark.parametrize("split", [1, 2, 4, 8])
-def test_every_tile_of_groups(look, density, split, normal, sparse, to_numpy, assert_close):
-    """Rows and slabs that do not fill a block, rows that are split, both directions of x and y, both ways to turn x."""
-    if torch.cuda.get_device_capability()[0] != 9:
-        pytest.skip("no Hopper GPU")
-    w = sparse(401, 1001, density)
-    w[100] = normal(1001)
-    values, cols, offsets = to_csr(w, "cuda")
-    plan = _spmm_groups_sm90.Plan(cols, offsets, w.shape, look)
-    assert plan.splits or density > 0.5
-    assert plan.tile == _spmm_groups_sm90.TILES[look and density < 0.5]
-    x, bias = normal(333, 1001, device="cuda"), normal(401, device="cuda")
-    reference = (to_numpy(x) @ to_numpy(w).T + to_numpy(bias)).clip(min=0)
-    for groups, turns in itertools.product((1, 9, 12), (False, True)):
-        choice = _spmm_groups_sm90.Choice(groups, split, turns)
-        if plan.tile.stages(groups, plan.room) < 2:
-            continue
-        for operand in (x, x.t().contiguous().t(), normal(333, 1004, device="cuda")[:, :1001].copy_(x)):
-            for y in (x.new_full((333, 401), NAN), x.new_full((401, 333), NAN).t()):
-                _spmm_groups_sm90.run(choice, operand, values, bias, y, True, plan)
-                assert_close(y, reference)
-
-
 def uneven(n: int, k: int, dtype, device, normal, sparse):
     """CSR with a full row, an empty one, one whose columns do not ascend and one in which a column repeats; and W."""
     w = sparse(n, k, 0.1, torch.float32)
@@ -470,47 +419,6 @@ def uneven(n: int, k: int, dtype, device, normal, sparse):
     rows = np.repeat(np.arange(n), np.diff(offsets.numpy()))
     dense = scipy.sparse.coo_array((values.double().numpy(), (rows, cols.numpy())), shape=(n, k)).toarray()
     return (values.to(device), cols.to(device), offsets.to(device)), dense
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("look", [False, True])
-@pytest.mark.parametrize("index", [torch.int32, torch.uint16], ids=str)
-def test_groups_of_repeated_columns_and_what_is_not_finite(look, index, normal, sparse, to_numpy, assert_close):
-    """Parts with repeated columns among others in every division of K; NaN and Inf meet stored entries only."""
-    if torch.cuda.get_device_capability()[0] != 9:
-        pytest.skip("no Hopper GPU")
-    (values, cols, offsets), dense = uneven(401, 1001, torch.float32, "cuda", normal, sparse)
-    repeats = torch.zeros(401, dtype=torch.bool, device="cuda")
-    repeats[[1, 4, 36, 200, 400]] = True
-    for n in (1, 36, 200, 400):  # the first is in parts
-        at = int(offsets[n])
-        dense[n, int(cols[at])] -= float(values[at])
-        dense[n, int(cols[at + 5])] += float(values[at])
-        cols[at] = cols[at + 5]
-    plan = _spmm_groups_sm90.Plan(cols.to(index), offsets, dense.shape, look)
-    found = torch.zeros(401, dtype=torch.bool, device="cuda")
-    parts = plan.parts[: int(plan.first[401])]
-    found[parts[parts[:, 4] == 1, 0].long()] = True
-    assert torch.equal(found, repeats)
-    x, bias = normal(300, 1001, device="cuda"), normal(401, device="cuda")
-    clean = to_numpy(x) @ dense.T + to_numpy(bias)
-    rows = torch.repeat_interleave(torch.arange(401, device="cuda"), offsets.diff().long())
-    stored = torch.zeros(401, 1001, dtype=torch.bool, device="cuda")
-    stored[rows, cols.long()] = True
-    own, shared = int(cols[int(offsets[36])]), 7  # a column that repeats, and another
-    x[1, own], x[299, shared] = NAN, INF
-    touched = torch.zeros(300, 401, dtype=torch.bool, device="cuda")
-    touched[1], touched[299] = stored[:, own], stored[:, shared]
-    assert touched[1, 36]
-    assert not touched.all(dim=1).any()
-    untouched = ~touched
-    reference = clean[untouched.cpu().numpy()]
-    for split, turns in itertools.product((1, 2, 4, 8), (False, True)):
-        choice = _spmm_groups_sm90.Choice(5, split, turns)
-        y = x.new_full((300, 401), NAN)
-        _spmm_groups_sm90.run(choice, x, values, bias, y, False, plan)
-        assert torch.equal(y.isfinite(), untouched)
-        assert_close(y[untouched], reference)
 
 
 @pytest.mark.gpu
