@@ -134,18 +134,18 @@ class Plan:
         self.first = torch.empty(n + 1, dtype=torch.int32, device=device)
         parts = (row_offsets.data_ptr(), self.parts.data_ptr(), self.first.data_ptr(), n, self.limit)
         launch(device, SOURCE, "spmm_csr_group_parts", "PPPqi", parts, grid=1, block=_PLAN_BLOCK)
-        self.order(TILES[-1 if look else 0])
+        found = self.order(TILES[-1 if look else 0])
         self.joins = True
         if look:
-            most, repeats = self.found.tolist()
+            most, repeats = found.tolist()
             self.room = 16 * most
             if self.tile.stages(_CONSUMERS, self.room, True) < 2:
                 self.order(TILES[0])
             self.virtual = int(self.first[n])
             self.joins = bool(repeats) or self.virtual > n
 
-    def order(self, tile: Tile) -> None:
-        """Put the entries in the order of a tile's slabs, and leave room for any."""
+    def order(self, tile: Tile) -> torch.Tensor:
+        """Put the entries in the order of a tile's slabs, and leave room for any; returns what the kernel found."""
         groups, device = -(-self.virtual // _GROUP), self.cols.device
         self.tile, self.slabs, self.room = tile, -(-self.k // tile.width), 16 * (1 + _GROUP * tile.width // 2)
         nnz = self.cols.numel()
@@ -160,6 +160,7 @@ class Plan:
         arguments = (*(a.data_ptr() for a in arrays), self.n, self.k, self.slabs, in_twos < one_by_one)
         instance = f"spmm_csr_group_order<{_INDICES[self.cols.dtype]}, {tile.width}>"
         launch(device, SOURCE, instance, "PPPPPPqqii", arguments, grid=groups, block=_ORDER_BLOCK)
+        return self.found
 
 
 def expected(x, n: int, nnz: int, plan: Plan | None, processors: int) -> tuple[float, Choice]:
