@@ -39,9 +39,9 @@ struct Part {  // a virtual row: entries [begin, end) of row n, whose sums go to
 // record begins with it; then come each row's entries, in twos.
 struct __align__(16) Segment {
     int start;
-    unsigned char counts[12];  // GROUP of them
+    unsigned char counts[12];  // GROUP of them, then zeros
 };
-constexpr int SPARE = 1 + (GROUP + 1) / 2;  // units of a record beyond a half for each entry, at most
+constexpr int SPARE = 1 + GROUP / 2;  // units of a record beyond a half for each entry, at most
 
 struct __align__(8) Source {  // of an entry: where its value is (-1: of none), and its column within the slab
     int index;
@@ -191,7 +191,6 @@ struct Lines {  // x (M, K)
     const float* data;
     long long m_step, k_step, M, K;
 };
-
 
 struct Groups {  // W
     const void* cols;
@@ -370,6 +369,7 @@ __device__ __forceinline__ float4 sums_of(const float* here, int rank) {
 // The value itself, from the lane that has it: the compiler does not work it out again and again.
 __device__ __forceinline__ unsigned kept(unsigned v) { return __shfl_sync(~0u, v, threadIdx.x % WARP); }
 
+// A block, or a cluster of `split`, for each block of rows and each BATCH batch rows.
 template <int WIDTH, bool TURNED>
 __global__ void __launch_bounds__(Slab<WIDTH, TURNED>::WARPS* WARP, 1)
 spmm_csr_groups(const __grid_constant__ TensorMap x, const __grid_constant__ Groups w, const __grid_constant__ Output y,

@@ -93,7 +93,7 @@ def choose(
         row_blocks = -(-groups // choice.groups)
         per_block = groups / row_blocks
         fill = tile.width * (8.75 if choice.turned else 26)
-        slab = 200 + 1.04 * max(per_block * entries * 8.7 + fill, 1100 + 75 * entries)
+        slab = 200 + 1.04 * max(per_block * entries * 8.7 + fill, 92 * _GROUP + 75 * entries)
         slab = max(slab, 0 if choice.turned else 2600)
         blocks = row_blocks * batches * choice.split
         waves = -(-blocks // min(_SPLITS[choice.split], processors))
