@@ -120,8 +120,10 @@ def table(rows: list[dict]) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("seeds", type=int, nargs="?", default=5, help="how many: 0, 1, ... (%(default)s)")
+    parser.add_argument("seeds", type=int, nargs="?", default=5, help="how many, the first of them 0 (%(default)s)")
     seeds = parser.parse_args().seeds
+    if seeds < 1:
+        parser.error(f"seeds must be at least 1, not {seeds}")
     rows = []
     with tempfile.TemporaryDirectory() as directory:
         os.chdir(directory)

@@ -106,14 +106,18 @@ def parse(report: str) -> list[dict]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--products", action="store_true", help="run the products alone, as ncu does")
-    if parser.parse_args().products:
-        products()
-        return
-    if not shutil.which("ncu"):
+    asked = parser.parse_args()
+    if not asked.products and not shutil.which("ncu"):
         raise SystemExit("Error: no ncu (Nsight Compute) here; it comes with the CUDA toolkit")
-    rows = parse(profile())
 
     import torch
+
+    if not torch.cuda.is_available():
+        raise SystemExit("Error: no GPU here whose counters could be read")
+    if asked.products:
+        products()
+        return
+    rows = parse(profile())
 
     from qsparse.measure import environment
 

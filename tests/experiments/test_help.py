@@ -19,6 +19,16 @@ def contents(folder: Path) -> dict[Path, bytes]:
 @pytest.mark.parametrize("script", SCRIPTS, ids=lambda path: f"{path.parent.name}/{path.stem}")
 @pytest.mark.parametrize(("option", "status"), [("--help", 0), ("--no-such-option", 2)])
 def test_answers_and_leaves_its_files_alone(script, option, status, monkeypatch, capsys):
+    assert_answers(script, option, status, monkeypatch, capsys)
+
+
+@pytest.mark.parametrize("script", ["run", "wanda"])
+@pytest.mark.parametrize("seeds", ["0", "-1", "x"])
+def test_no_seeds_are_refused(script, seeds, monkeypatch, capsys):
+    assert_answers(EXPERIMENTS / "06_sparsity" / f"{script}.py", seeds, 2, monkeypatch, capsys)
+
+
+def assert_answers(script, option, status, monkeypatch, capsys):
     monkeypatch.setattr(sys, "argv", [str(script), option])
     monkeypatch.syspath_prepend(str(script.parent))
     monkeypatch.delitem(sys.modules, "run", raising=False)  # that of another experiment
