@@ -54,6 +54,7 @@ struct __align__(8) Source {  // of an entry: where its value is (-1: of none), 
 __global__ void __launch_bounds__(PLAN_BLOCK)
 spmm_csr_group_parts(const int* __restrict__ row_offsets, Part* __restrict__ parts, int* __restrict__ first,
                      long long N, int limit) {
+    wait_for_predecessor();
     __shared__ int sums[PLAN_BLOCK / WARP];
     const int lane = threadIdx.x % WARP, warp = threadIdx.x / WARP;
     int before_all = 0;
@@ -109,9 +110,10 @@ spmm_csr_group_order(const I* __restrict__ cols, const int* __restrict__ first, 
     constexpr int SLABS = (LEAST_WINDOW + WIDTH - 1) / WIDTH, WINDOW = SLABS * WIDTH;
     static_assert(WIDTH <= 64 && SLABS <= ORDER_BLOCK, "a bit a column, a thread a slab");
     __shared__ unsigned long long masks[SLABS][GROUP];  // the columns with an entry
-    __shared__ int starts[SLABS][GROUP];
+    __shared__ unsigned starts[SLABS][GROUP];  // twice as many as units
     __shared__ int sums[ORDER_BLOCK / WARP];
     __shared__ unsigned repeats;
+    wait_for_predecessor();
     const int v0 = blockIdx.x * GROUP, count = min(GROUP, first[N] - v0);
     if (count <= 0) return;
     const int thread = threadIdx.x, lane = thread % WARP, warp = thread / WARP;
@@ -150,7 +152,7 @@ spmm_csr_group_order(const I* __restrict__ cols, const int* __restrict__ first, 
             for (int r = 0; r < GROUP; ++r) {
                 const int here = out >> r & 1 ? 0 : __popcll(masks[thread][r]);
                 segment.counts[r] = static_cast<unsigned char>(here);
-                starts[thread][r] = 2 * own;
+                starts[thread][r] = 2u * own;
                 own += (here + 1) / 2;
             }
         }
@@ -168,7 +170,7 @@ spmm_csr_group_order(const I* __restrict__ cols, const int* __restrict__ first, 
         }
         if (thread < SLABS) {
             for (int r = 0; r < GROUP; ++r) {
-                starts[thread][r] += 2 * before;
+                starts[thread][r] += 2u * before;
                 if (segment.counts[r] % 2) sources[starts[thread][r] + segment.counts[r]] = {-1, 0};
             }
             segment.start = before;
@@ -262,6 +264,7 @@ __device__ __forceinline__ void turn_square(const Lines& x, float* __restrict__ 
 __global__ void __launch_bounds__(PREPARE_BLOCK)
 spmm_csr_group_prepare(const __grid_constant__ Groups w, const __grid_constant__ Lines x, uint4* __restrict__ records,
                        float* __restrict__ xt, long long stride, int blocks) {
+    wait_for_predecessor();  // before the successor starts: it reads x and what was found out about W at once
     let_successor_start();
     if (blockIdx.x < blocks) make_records(w, records, blockIdx.x, blocks);
     else turn_square(x, xt, stride, blockIdx.x - blocks);
@@ -535,6 +538,7 @@ spmm_csr_groups(const __grid_constant__ TensorMap x, const __grid_constant__ Gro
 // entry by entry.
 __global__ void __launch_bounds__(PLAN_BLOCK)
 spmm_csr_group_join(const __grid_constant__ Lines x, const __grid_constant__ Groups w, const __grid_constant__ Output y) {
+    wait_for_predecessor();
     if (!w.found[1] && w.first[w.N] == w.N) return;
     for (long long n = blockIdx.x; n < w.N; n += gridDim.x) {
         const int v0 = w.first[n], count = w.first[n + 1] - v0;

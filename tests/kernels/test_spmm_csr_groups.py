@@ -9,6 +9,7 @@ import torch
 
 from qsparse import kernels
 from qsparse.kernels import _spmm_groups_sm90 as groups_sm90
+from qsparse.kernels._load import source_text
 from qsparse.kernels._spmm_groups_sm90 import TILES, Choice, Plan, choose, how_it_lies, run
 from qsparse.sparse import to_csr
 
@@ -49,6 +50,16 @@ def test_how_x_lies():
     assert how_it_lies(x.t()) == how_it_lies(x[:, :33].t()) == "turned"
     for other in (x[:, 1:], x[:, ::2], odd, odd.t(), x[:1].expand(64, 36)):
         assert how_it_lies(other) == "else"
+
+
+def test_every_kernel_waits_for_the_one_before():
+    """Each may be launched before that has ended; the one that lets its successor start has waited itself by then."""
+    kernels_of = source_text(groups_sm90.SOURCE).split("__global__")[1:]
+    assert len(kernels_of) == 5
+    for text in kernels_of:
+        before, wait, _ = text.partition("wait_for_predecessor();")
+        assert wait
+        assert "let_successor_start();" not in before
 
 
 @pytest.mark.parametrize("nnz", [1, 511, 2**29, 2**31 - 1])
