@@ -197,6 +197,60 @@ def test_a_static_int8_network_keeps_the_nan_of_a_hidden_layer(device, part, ima
     assert model(images).isfinite().all()
 
 
+def int8_first(model: models.MLP) -> models.MLP:
+    """With a first layer that gives float32, and lets the next kernel start at once."""
+    return model.replace({"fc1": nn.QuantLinear.from_linear(models.MLP(model.sizes).fc1)})
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    ("sizes", "rows", "format", "dtype", "change"),
+    [
+        ((784, 1024, 1024, 10), 10_000, "csr", None, int8_first),
+        ((784, 1024, 1024, 10), 10_000, "csr", None, None),
+        ((784, 256, 256, 10), 60_000, "csr", None, int8_first),
+        ((784, 256, 256, 10), 60_000, "csr", None, None),
+        ((784, 1024, 1024, 10), 64, "csr", None, int8_first),
+        ((784, 1024, 1024, 10), 16, "csr", "fp16", None),
+        ((784, 1024, 1024, 10), 64, "csr", "fp16", None),
+        ((784, 1024, 1024, 10), 16, "entries", None, None),
+        ((784, 1024, 1024, 10), 64, "entries", None, None),
+    ],
+    ids=str,
+)
+def test_layers_that_start_early_wait_for_what_they_read(sizes, rows, format, dtype, change):
+    """In a network a layer's kernels may be in place before the one before it has ended: never a bit of a difference.
+
+    Two batches take turns, in calls and in replays of a CUDA graph: what is read too early is of the other one.
+    """
+    model = sparsify(models.MLP(sizes), SparseConfig(density=0.1, distribution="uniform", format=format, dtype=dtype))
+    model = (change(model) if change else model).cuda()
+    generator = torch.Generator("cuda").manual_seed(41)
+    batches = [
+        torch.randint(0, 256, (rows, sizes[0]), generator=generator, device="cuda", dtype=torch.uint8) for _ in range(2)
+    ]
+
+    def one_by_one(x):
+        x = normalize(x, model.input_dtype)
+        for layer in model.children():
+            x = layer(x.to(models.input_dtype_of(layer)))
+            torch.cuda.synchronize()
+        return x.float()
+
+    with torch.no_grad():
+        expected = [one_by_one(batch) for batch in batches]
+        assert not torch.equal(*expected)
+        for turn in range(6):
+            assert torch.equal(model(batches[turn % 2]), expected[turn % 2])
+        x, graph = batches[0].clone(), torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            y = model(x)
+        for turn in range(20):
+            x.copy_(batches[turn % 2])
+            graph.replay()
+            assert torch.equal(y, expected[turn % 2])
+
+
 def mixed_model_reference(images):
     """The same weights, dense and in float32."""
     model = mixed_model()
