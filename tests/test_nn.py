@@ -13,6 +13,7 @@ from qsparse import nn
 from qsparse.oracles.gemm_int8 import gemm_int8 as int8_oracle
 from qsparse.oracles.gemm_weight_only import gemm_weight_only as weight_only_oracle
 from qsparse.oracles.quantize_rows import quantize_rows as quantize_oracle
+from qsparse.sparse import to_entry_tiles
 
 TOLERANCE = {torch.float32: 2e-6, torch.float16: 2e-3, torch.bfloat16: 1.5e-2}  # relative, by the norm
 
@@ -496,3 +497,29 @@ ONES = torch.ones(1, 8)
 def test_a_layer_of_what_is_no_tensor_is_refused(make, name):
     with pytest.raises(TypeError, match=rf"^{name} must be a torch.Tensor, not list$"):
         make([[1.0]])
+
+
+def test_entries_are_of_the_dtype_that_they_were_packed_of():
+    w = torch.randn(8, 16).half()
+    tiles = to_entry_tiles(w, w > 0)
+    for dtype in (torch.float32, torch.int8):
+        with pytest.raises(TypeError, match=r"^dtype must be one of torch.float16, torch.bfloat16, got "):
+            nn.EntryLinear.from_tiles(*tiles, shape=(8, 16), dtype=dtype)
+    layer = nn.EntryLinear.from_tiles(*tiles, shape=(8, 16), dtype=torch.float16)
+    for called in (layer, layer.to(torch.bfloat16)):
+        with pytest.raises(TypeError, match=r"^x must be one of torch.float16, got torch.bfloat16"):
+            called(torch.ones(2, 16, dtype=torch.bfloat16))
+
+
+def test_no_call_copies_what_a_sparse_layer_stores():
+    w = torch.randn(8, 16).half()
+    entries, offsets = to_entry_tiles(w, w > 0)
+    strided = torch.stack((entries, entries), 1)[:, 0]
+    for given in (strided, torch.nn.functional.pad(entries, (1, 0))[1:]):
+        layer = nn.EntryLinear.from_tiles(given, offsets, shape=(8, 16), dtype=torch.float16)
+        assert torch.equal(layer.tiles, entries)
+        assert layer.tiles.is_contiguous()
+        assert layer.tiles.data_ptr() % 16 == 0
+        assert layer.offsets is offsets
+    layer.load_state_dict({"tiles": strided, "offsets": offsets}, assign=True)
+    assert layer.tiles.is_contiguous()

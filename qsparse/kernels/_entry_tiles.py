@@ -15,6 +15,7 @@ import torch
 
 from qsparse.kernels._weight_tiles_sm80 import CHUNK, COLUMNS, PLACES, ROWS, grid, lane_by_lane, place, where, within
 
+DTYPES = (torch.float16, torch.bfloat16)
 _BANKS = 32
 
 
@@ -26,7 +27,7 @@ def pack(w: torch.Tensor, mask: torch.Tensor) -> tuple[torch.Tensor, torch.Tenso
     """
     if mask.dtype != torch.bool:
         raise TypeError(f"mask must be bool, not {mask.dtype}")
-    if w.dtype not in (torch.float16, torch.bfloat16):
+    if w.dtype not in DTYPES:
         raise TypeError(f"w must be float16 or bfloat16, not {w.dtype}")
     if w.ndim != 2 or w.shape != mask.shape:
         raise ValueError(f"w and mask must be matrices of one shape, not {tuple(w.shape)} and {tuple(mask.shape)}")

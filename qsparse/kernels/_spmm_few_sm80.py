@@ -70,6 +70,17 @@ def pattern(cols, row_offsets, shape: tuple[int, int]) -> Pattern | None:
     return Pattern(rows, cols, shape)
 
 
+def kept(plan) -> Pattern | None:
+    """The tiles of a plan's pattern, found when they are first wanted, which waits for the GPU; None if it has none.
+
+    While a CUDA graph captures nothing is found: call once before.
+    """
+    if plan.few is None and not torch.cuda.is_current_stream_capturing():
+        plan.few = pattern(plan.cols, plan.row_offsets, (plan.n, plan.k)) or False
+        torch.cuda.current_stream(plan.cols.device).synchronize()  # it is there for every stream
+    return plan.few or None
+
+
 def choose(x, n: int, nnz: int) -> tiles.Division | None:
     """How a product of few rows is divided; None where this is not for it, or others take less time."""
     m, k = x.shape

@@ -120,7 +120,7 @@ class Plan:
 
     groups: object = None  # what the kernels of _spmm_groups_sm90 keep of the same pattern
     tall: object = None  # and those of _spmm_tall_sm90, where they are of use
-    few: object = None  # and that of _spmm_few_sm80
+    few: object = None  # and that of _spmm_few_sm80, once it was wanted: see `kept` there
 
     def __init__(self, cols, row_offsets, shape, widths=None, look: bool = True):
         n, self.k = shape

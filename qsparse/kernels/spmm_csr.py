@@ -66,8 +66,8 @@ def spmm_csr(
     columns : bool
         Return y column-major. With ``x = X.t()``, the result's ``.t()`` is ``W @ X``, row-major, and X is not copied.
     plan : what ``spmm_csr.plan(col_indices, row_offsets, shape=(N, K))`` returned for these very arrays, optional
-        Saves looking at the pattern at each call, on a GPU, and lets tensor cores multiply up to 64 rows of halves.
-        Values may change.
+        Saves looking at the pattern at each call, on a GPU, and lets tensor cores multiply up to 64 rows of halves,
+        for which the first such call looks at it once more, and waits. Values may change.
     precision : str
         How float32 is multiplied. "ieee": by float32 multiply-adds. "highest": on the tensor cores of a Hopper card,
         W written out for the call, as ``gemm`` does with this name, where that takes less time; "ieee" elsewhere.
@@ -106,8 +106,9 @@ def spmm_csr(
         return rows(y.t()).t() if columns else y
     if _spmm.has_sm80(x.device):
         bias = None if bias is None else rows(bias)
-        if plan and plan.few and not columns and (division := _spmm_few_sm80.choose(x, n, values.numel())):
-            return _spmm_few_sm80.spmm(division, x, values, col_indices, row_offsets, bias, n, relu, plan.few)
+        division = _spmm_few_sm80.choose(x, n, values.numel()) if plan and not columns else None
+        if division and (found := _spmm_few_sm80.kept(plan)):
+            return _spmm_few_sm80.spmm(division, x, values, col_indices, row_offsets, bias, n, relu, found)
         return _spmm_sm80.spmm(x, values, col_indices, row_offsets, bias, n, relu, columns, plan, precision == "ieee")
     col_indices = col_indices.int()
     entries = (values.data_ptr(), col_indices.data_ptr(), row_offsets.data_ptr())

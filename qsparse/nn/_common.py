@@ -35,7 +35,10 @@ def check_tensors(**arrays: object) -> None:
 
 
 def chained() -> contextlib.AbstractContextManager[None]:
-    """A layer called inside may be in place on a GPU before the one whose output it takes, called before, has ended."""
+    """A layer called inside may be in place on a GPU before the one whose output it takes, called before, has ended.
+
+    It may have read its weights by then: they must be there before the layer before is called.
+    """
     return contextlib.nullcontext() if torch.compiler.is_compiling() else following()
 
 
@@ -111,7 +114,7 @@ class SparseStorage(InferenceLinear):
     def __init__(self, *options, **buffers: torch.Tensor):
         super().__init__(*options, **buffers)
         self.register_load_state_dict_pre_hook(lambda layer, *_: layer._before_load())
-        self.register_load_state_dict_post_hook(lambda layer, _: layer._after_load())
+        self.register_load_state_dict_post_hook(lambda layer, _: layer._loaded())
 
     def _before_load(self) -> None:
         """What ``load_state_dict`` does before it sets the arrays."""
@@ -119,9 +122,20 @@ class SparseStorage(InferenceLinear):
     def _after_load(self) -> None:
         self.check()
 
+    def _loaded(self) -> None:
+        self._settle()
+        self._after_load()
+
+    def _settle(self) -> None:
+        """Copy what does not lie as the kernels take it, so that no call copies: see ``chained``."""
+        for name, array in self._buffers.items():
+            if array is not None and not (array.is_contiguous() and array.data_ptr() % 16 == 0):
+                self._buffers[name] = array.clone(memory_format=torch.contiguous_format)
+
     def _holding(self, **arrays: torch.Tensor | None) -> Self:
         """This layer with these very arrays, checked."""
         for name, array in arrays.items():
             setattr(self, name, array)
+        self._settle()
         self.check()
         return self

@@ -6,6 +6,7 @@ import torch
 
 from qsparse import kernels
 from qsparse.kernels import _entry_tiles, _weight_tiles_sm80
+from qsparse.kernels._face import check_dtype
 from qsparse.nn._common import SparseStorage, check_sizes, check_tensors, describe
 
 
@@ -35,6 +36,7 @@ class EntryLinear(SparseStorage):
     ) -> None:
         """``entries``: how many are stored, what fills the tiles up among them."""
         check_sizes(in_features=in_features, out_features=out_features, entries=entries)
+        check_dtype("dtype", dtype, _entry_tiles.DTYPES)
         tall, wide = _weight_tiles_sm80.grid((out_features, in_features))
         buffers = {
             "tiles": torch.zeros(entries, dtype=torch.int32),
@@ -47,7 +49,7 @@ class EntryLinear(SparseStorage):
     def from_tiles(cls, entries, offsets, *, shape, dtype, bias=None, activation=None) -> EntryLinear:
         """From the arguments of ``kernels.spmm_entries``, which are kept, not copied, and the dtype of the weights.
 
-        ValueError for what does not fit.
+        TypeError for another dtype than float16 and bfloat16, ValueError for what does not fit.
         """
         check_tensors(entries=entries, offsets=offsets)
         n, k = shape
@@ -78,6 +80,7 @@ class EntryLinear(SparseStorage):
         return dense[kept].float(), kept.nonzero()[:, 1]
 
     def _rows(self, x: torch.Tensor) -> torch.Tensor:
+        check_dtype("x", x.dtype, (self.dtype,))  # the tiles have bits alone, which would be taken for others
         options = {"shape": self._shape, "relu": self.activation == "relu", "check": False}
         return kernels.spmm_entries(x, self.tiles, self.offsets, self.bias, **options)
 

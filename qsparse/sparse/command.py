@@ -127,7 +127,7 @@ def sparsify(
         typer.Option(help="How the weights that stay are stored; 2:4 keeps 2 of each 4 where nothing else is said."),
     ] = Format.csr,
     dtype: Annotated[
-        FloatDtype | None, typer.Option(show_default="fp32, of 2:4 and bitmap fp16", help="Of the weights that stay.")
+        FloatDtype | None, typer.Option(show_default="fp32; of 2:4, bitmap and entries fp16", help="Of the weights.")
     ] = None,
     auto: AutoOption = None,
     auto_batch: AutoBatchOption = None,

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from qsparse.kernels import _entry_tiles, _weight_tiles_sm80
+from qsparse.kernels._face import check_dtype
 from qsparse.nn._common import check_tensors
 from qsparse.sparse.formats import from_csr
 
@@ -26,10 +27,11 @@ def from_entry_tiles(entries: Tensor, offsets: Tensor, shape: tuple[int, int], d
     """The dense (N, K) matrix of `dtype`, that of what was packed; zero where nothing is stored.
 
     Raises:
-        TypeError: no tensors.
+        TypeError: no tensors, or another `dtype` than float16 and bfloat16.
         ValueError: the arrays do not fit `shape` and each other, or a place lies outside `shape`.
     """
     check_tensors(entries=entries, offsets=offsets)
+    check_dtype("dtype", dtype, _entry_tiles.DTYPES)
     tall, wide = _weight_tiles_sm80.grid(shape)
     if offsets.shape != (tall * wide + 1,):
         raise ValueError(

@@ -147,6 +147,17 @@ def test_what_has_no_pattern(device, normal, sparse, to_numpy, assert_close):
     assert _spmm_few_sm80.pattern(*csr_of(w, device)[1:], w.shape) is None
 
 
+@pytest.mark.gpu
+def test_the_pattern_is_found_when_it_is_wanted(normal, sparse):
+    w = sparse(40, 300, 0.3, torch.float16)
+    csr = csr_of(w, torch.device("cuda", 0))
+    plan = kernels.spmm_csr.plan(*csr[1:], shape=w.shape)
+    kernels.spmm_csr(normal(9, 300, device="cuda"), csr[0].float(), *csr[1:], shape=w.shape, plan=plan)
+    assert plan.few is None
+    kernels.spmm_csr(normal(9, 300, dtype=torch.float16, device="cuda"), *csr, shape=w.shape, plan=plan)
+    assert isinstance(plan.few, _spmm_few_sm80.Pattern)
+
+
 @pytest.mark.parametrize("capability", [(132, 227 * 1024), (108, 163 * 1024), (84, 99 * 1024)])
 def test_every_product_is_divided_within_the_limits(capability):
     sizes = itertools.product((1, 8, 20, 64), (1, 10, 256, 16384), (1, 784, 4096, 16384, 100_000))

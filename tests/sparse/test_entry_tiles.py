@@ -61,5 +61,8 @@ def test_refuses_what_does_not_fit():
     for arrays in ((entries[4:], offsets), (entries, offsets[1:])):
         with pytest.raises(ValueError, match=r"offsets must"):
             from_entry_tiles(*arrays, w.shape, w.dtype)
+    for dtype in (torch.float32, torch.int8):
+        with pytest.raises(TypeError, match=r"^dtype must be one of torch.float16, torch.bfloat16"):
+            from_entry_tiles(entries, offsets, w.shape, dtype)
     with pytest.raises(ValueError, match="outside the matrix"):
         from_entry_tiles(entries, offsets, (20, 290), w.dtype)
