@@ -60,6 +60,7 @@ template <typename I>
 __global__ void __launch_bounds__(ORDER_BLOCK)
 spmm_csr_tall_order(const I* __restrict__ cols, const int* __restrict__ row_offsets, Source* __restrict__ sources,
                     Segment* __restrict__ segments, int* __restrict__ found, long long N, long long K, int slabs) {
+    wait_for_predecessor();
     __shared__ unsigned long long masks[SLABS][GROUP];  // the columns with an entry
     __shared__ int starts[SLABS][GROUP];
     __shared__ int sums[ORDER_BLOCK / WARP];
@@ -124,6 +125,7 @@ __device__ __forceinline__ unsigned offset_of(unsigned column) { return column *
 __global__ void __launch_bounds__(ORDER_BLOCK)
 spmm_csr_tall_records(const Segment* __restrict__ segments, const uint4* __restrict__ sources,
                       const float* __restrict__ values, uint4* __restrict__ records, int count) {
+    wait_for_predecessor();  // for the successor, too, which reads x at once
     let_successor_start();
     const int warps = ORDER_BLOCK / WARP;
     for (int i = blockIdx.x * warps + threadIdx.x / WARP; i < count; i += gridDim.x * warps) {

@@ -23,6 +23,7 @@ _PATCH_ROWS, _PATCHES = 32, _CONSUMERS * 2 * 32 * _GROUP * 4  # of outputs on th
 _STATIC_SHARED = 1024  # bytes that the kernels declare themselves, at most
 _SHARED = 227 * 1024 - _STATIC_SHARED - 128  # a record is read 8 bytes beyond its end
 _MOST_RECORD_BLOCKS = 132 * 8
+_MOST_UNITS = 2**30 - 1  # of 16 bytes, that records take: kernels count halves of them as an int
 
 
 @dataclass(frozen=True)
@@ -72,6 +73,12 @@ def choose(m: int, n: int, k: int, nnz: int, room: int, processors: int) -> tupl
     return (math.inf, None) if best is None else (us(best), Choice(best))
 
 
+def _units(nnz: int, shape) -> int:
+    """The most that records take, in units of 16 bytes: two entries each, and a unit or two more a record."""
+    groups, slabs = -(-shape[0] // _GROUP), -(-shape[1] // _WIDTH)
+    return (nnz + 1) // 2 + groups * (2 * slabs + 1)
+
+
 class Plan:
     """The order of W's entries, for one pattern: made once, used by every product. Values may change.
 
@@ -82,7 +89,7 @@ class Plan:
     def __init__(self, cols, row_offsets, shape):
         (n, k), device = shape, cols.device
         self.groups, self.slabs = -(-n // _GROUP), -(-k // _WIDTH)
-        self.units = (cols.numel() + 1) // 2 + self.groups * (2 * self.slabs + 1)  # of 16 bytes
+        self.units = _units(cols.numel(), shape)
         self.sources = torch.empty((self.units, 4), dtype=torch.int32, device=device)
         self.segments = torch.empty((self.groups, self.slabs, 2), dtype=torch.int32, device=device)
         found = torch.zeros(2, dtype=torch.int32, device=device)
@@ -96,7 +103,7 @@ class Plan:
 
 def plan(cols, row_offsets, shape, even: bool) -> Plan | None:
     """A plan where it is of use: for few rows of W, none of them far longer than the rest (``even``)."""
-    if not (even and shape[0] <= MOST_ROWS and shape[0] % 4 == 0):
+    if not (even and shape[0] <= MOST_ROWS and shape[0] % 4 == 0) or _units(cols.numel(), shape) > _MOST_UNITS:
         return None
     found = Plan(cols, row_offsets, shape)
     return None if found.repeats else found

@@ -47,6 +47,11 @@ def test_the_copy_engine_takes_rows_that_start_on_16_bytes():
     assert not any(map(takes, (x.t(), x[:, 1:], x[:, ::2], odd, x[:1].expand(64, 36))))
 
 
+def test_no_plan_beyond_what_kernels_count():
+    cols = torch.empty(2**31 - 2**14, dtype=torch.int32, device="meta")
+    assert plan(cols, cols, (MOST_ROWS, 2**22), even=True) is None
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("size", [(4, 8), (40, 1000), (144, 64), (256, 784), (52, 4100)], ids=str)
 @pytest.mark.parametrize("density", [0.0, 0.02, 0.3])
