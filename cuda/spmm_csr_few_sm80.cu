@@ -15,7 +15,7 @@
 
 #include "common/weight_tiles_sm80.cuh"
 
-constexpr int WARPS = 16, ROUNDS = 2, CHUNK = 4;  // entries that are on their way ahead: 32 chunks a round
+constexpr int ROUNDS = 2, CHUNK = 4;  // entries that are on their way ahead: 32 chunks a round
 constexpr unsigned ODD = 1 << 16 | 1;
 
 // The tiles of a warp, `count` that follow each other, fewer than lanes. An entry's place is where in a tile it belongs,
@@ -126,8 +126,8 @@ class Stream {
     }
 };
 
-template <typename T, int BATCH>
-__global__ void __launch_bounds__(WARPS * WARP, 1)
+template <typename T, int BATCH, int WARPS>
+__global__ void __launch_bounds__(WARPS * WARP, WARPS < 16 ? 2 : 1)
 spmm_csr_few(const T* __restrict__ x, long long ldx, const T* __restrict__ values, const void* __restrict__ cols,
              const int* __restrict__ row_offsets, const uint2* __restrict__ places, const int* __restrict__ starts,
              const int* __restrict__ shifts, const T* __restrict__ bias, T* __restrict__ y, int M, int N, int K,

@@ -15,9 +15,9 @@
 
 #include "common/weight_tiles_sm80.cuh"
 
-template <int BATCH> constexpr int THREADS = BATCH == 8 ? 1024 : 512;  // what the registers allow
-// Cards of 12.0 have no shared memory for the larger block, and ptxas too few registers there.
-template <int BATCH> constexpr int BOUND = __CUDA_ARCH__ >= 1200 ? 512 : THREADS<BATCH>;
+// Cards of 12.0 have no shared memory for a block of 32 warps, and ptxas too few registers there.
+template <int WARPS> constexpr int BOUND = WARP * (__CUDA_ARCH__ >= 1200 && WARPS > 16 ? 16 : WARPS);
+template <int WARPS> constexpr int AT_ONCE = WARPS < 16 && __CUDA_ARCH__ < 1200 ? 2 : 1;  // blocks of a multiprocessor
 constexpr int ROUNDS = 2;  // of 32 chunks of 4 entries, that are on their way while the tile before is multiplied
 
 // The tiles of a warp, `count` that follow each other, fewer than lanes.
@@ -82,8 +82,8 @@ class Stream {
     }
 };
 
-template <typename T, typename O, int BATCH>
-__global__ void __launch_bounds__(BOUND<BATCH>, 1)
+template <typename T, typename O, int BATCH, int WARPS>
+__global__ void __launch_bounds__(BOUND<WARPS>, AT_ONCE<WARPS>)
 spmm_entries_sm80(const T* __restrict__ x, long long ldx, const uint4* __restrict__ entries,
                   const int* __restrict__ offsets, const T* __restrict__ bias, O* __restrict__ y, int M, int N, int K,
                   int relu, int strips, int share) {
@@ -92,6 +92,6 @@ spmm_entries_sm80(const T* __restrict__ x, long long ldx, const uint4* __restric
     const unsigned tile = shared_address(shared) + threadIdx.x / WARP * TILE_BYTES;
     let_successor_start();
     Stream stream(entries, offsets + mine.tile0, mine.count, tile);
-    multiply_few<T, O, BATCH, THREADS<BATCH> / WARP>(x, ldx, bias, y, M, N, K, relu, mine, stream, tile, shared,
+    multiply_few<T, O, BATCH, WARPS>(x, ldx, bias, y, M, N, K, relu, mine, stream, tile, shared,
                               [](float sum, int, int, bool) { return sum; });
 }

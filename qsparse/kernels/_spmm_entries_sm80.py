@@ -16,9 +16,9 @@ from qsparse.kernels._load import launch
 
 SOURCE = "spmm_entries_sm80.cu"
 DTYPES = (torch.float16, torch.bfloat16)
-DIVISIONS = (tiles.Division(8, 32), tiles.Division(16, 16), tiles.Division(32, 16))
+DIVISIONS = tuple(tiles.Division(batch, warps) for batch, warps in ((8, 32), (16, 16), (32, 16), (32, 8)))
 INSTANCES = tuple(
-    f"spmm_entries_sm80<{C_FLOATS[dtype]}, {C_FLOATS[out]}, {each.batch}>"
+    f"spmm_entries_sm80<{C_FLOATS[dtype]}, {C_FLOATS[out]}, {each.batch}, {each.warps}>"
     for dtype, each in itertools.product(DTYPES, DIVISIONS)
     for out in (dtype, torch.float32)
 )
@@ -44,7 +44,7 @@ def launch_few(division: tiles.Division, x, entries, offsets, bias, y, relu: boo
     launch(
         x.device,
         SOURCE,
-        f"spmm_entries_sm80<{C_FLOATS[x.dtype]}, {C_FLOATS[y.dtype]}, {division.batch}>",
+        f"spmm_entries_sm80<{C_FLOATS[x.dtype]}, {C_FLOATS[y.dtype]}, {division.batch}, {division.warps}>",
         "PqPPPPiiiiii",
         (*operands, m, n, k, relu, tiles.grid((n, k))[0], division.share(k)),
         grid=division.blocks(m, n),

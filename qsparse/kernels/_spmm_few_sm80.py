@@ -15,7 +15,7 @@ from qsparse.kernels._load import launch
 
 SOURCE = "spmm_csr_few_sm80.cu"
 DTYPES = (torch.float16, torch.bfloat16)
-DIVISIONS = tuple(tiles.Division(batch, 16) for batch in (8, 16, 32))
+DIVISIONS = tuple(tiles.Division(batch, warps) for batch, warps in ((8, 16), (16, 16), (32, 16), (32, 8)))
 _LEAST_ENTRIES = 16  # of a tile in the mean: with fewer the shifts of its rows, 128 bytes, are too much beside them
 _DENSEST_WAVES = 0.15  # density with which blocks may come in several waves
 _SPARSEST = 0.055  # below it a Hopper card's kernels that go entry by entry are faster than waves, and for 8 rows
@@ -24,7 +24,8 @@ _MOST_ENTRIES = 2**25  # that a pattern is found of: it takes some 100 bytes an 
 
 def instances() -> tuple[str, ...]:
     """All kernels of the source."""
-    return tuple(f"spmm_csr_few<{C_FLOATS[dtype]}, {each.batch}>" for dtype in DTYPES for each in DIVISIONS)
+    shapes = [f"{each.batch}, {each.warps}" for each in DIVISIONS]
+    return tuple(f"spmm_csr_few<{C_FLOATS[dtype]}, {shape}>" for dtype in DTYPES for shape in shapes)
 
 
 class Pattern:
@@ -110,7 +111,7 @@ def spmm(division: tiles.Division, x, values, cols, row_offsets, bias, n: int, r
     launch(
         x.device,
         SOURCE,
-        f"spmm_csr_few<{C_FLOATS[x.dtype]}, {division.batch}>",
+        f"spmm_csr_few<{C_FLOATS[x.dtype]}, {division.batch}, {division.warps}>",
         "PqPPPPPPPPiiiiiii",
         (x.data_ptr(), x.stride(0), *addresses, *sizes),
         grid=division.blocks(m, n),

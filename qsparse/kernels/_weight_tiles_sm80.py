@@ -18,7 +18,9 @@ ROWS, COLUMNS = 32, 64
 PLACES = ROWS * COLUMNS
 CHUNK, LANES = 4, 32  # entries that a lane loads at once; lanes
 FEW_ROWS = 64  # of x: with more of them a dense matrix, made once, is the faster way
-_COST = {8: 1.0, 16: 1.2, 32: 1.6}  # of a wave of blocks of so many rows of x, about, on an H200
+# About what a wave of blocks costs on an H200, by the rows of x and the warps of a block.
+_COST = {(8, 32): 1.0, (8, 16): 1.0, (16, 16): 1.2, (32, 16): 1.6, (32, 8): 2.5}
+_RESIDENT = 16  # warps of a multiprocessor that has several blocks
 _MOST_TILES = 31  # along K that a warp may have
 _TILE = 2 * PLACES  # bytes of shared memory a warp
 
@@ -79,7 +81,7 @@ class Division:
 
     def __post_init__(self):
         """Raise ValueError for what no kernel has."""
-        if self.batch not in _COST or self.warps not in (16, 32):
+        if (self.batch, self.warps) not in _COST:
             raise ValueError(f"not a division of few rows: {self}")
 
     def share(self, k: int) -> int:
@@ -106,7 +108,12 @@ def choose(
 ) -> Division | None:
     """The division that takes the fewest waves of blocks, each at its cost; None where none fits."""
     fitting = [each for each in divisions if each.fits(k, shared_limit)]
-    return min(fitting, key=lambda each: -(-each.blocks(m, n) // processors) * _COST[each.batch], default=None)
+
+    def cost(each: Division) -> float:
+        at_once = processors * max(1, _RESIDENT // each.warps)
+        return -(-each.blocks(m, n) // at_once) * _COST[each.batch, each.warps]
+
+    return min(fitting, key=cost, default=None)
 
 
 def aligned(x: torch.Tensor) -> torch.Tensor:
