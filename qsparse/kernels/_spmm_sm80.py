@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import torch
 
-from qsparse.kernels import _spmm_expand_sm90, _spmm_groups_sm90, _spmm_slab_sm90, _spmm_tall_sm90, _spmm_whole_sm90
+from qsparse.kernels import _spmm_expand_sm90, _spmm_groups_sm90, _spmm_slab_sm90, _spmm_whole_sm90
 from qsparse.kernels._face import C_FLOATS, matrix, rows
 from qsparse.kernels._load import launch, multiprocessors
 
@@ -119,7 +119,6 @@ class Plan:
     """
 
     groups: object = None  # what the kernels of _spmm_groups_sm90 keep of the same pattern
-    tall: object = None  # and those of _spmm_tall_sm90, where they are of use
     few: object = None  # and that of _spmm_few_sm80, once it was wanted: see `kept` there
 
     def __init__(self, cols, row_offsets, shape, widths=None, look: bool = True):
@@ -191,15 +190,13 @@ def spmm(x, values, cols, row_offsets, bias, n: int, relu: bool, columns: bool, 
     elif isinstance(choice, _spmm_groups_sm90.Choice):
         groups = plan.groups if plan else _spmm_groups_sm90.Plan(cols, row_offsets, (n, k), look=False)
         _spmm_groups_sm90.run(choice, x, values, bias, y, relu, groups)
-    elif isinstance(choice, _spmm_tall_sm90.Choice):
-        _spmm_tall_sm90.run(choice, x, values, bias, y, relu, plan.tall)
     else:
         _tiles(x, values, cols, row_offsets, bias, y, relu, plan)
     return y
 
 
 def _hopper_choice(x, n: int, nnz: int, plan: Plan | None, columns: bool, ieee: bool):
-    """What takes the least time on an H200: how to go by slabs or groups or tall, `DENSE`, or None for tiles.
+    """What takes the least time on an H200: how to go by slabs or groups, `DENSE`, or None for tiles.
 
     `DENSE` is W written out and multiplied by `gemm`: in float32 by multiply-adds with ``ieee``, and in halves
     row-major only, where the tensor cores take x.
@@ -217,10 +214,6 @@ def _hopper_choice(x, n: int, nnz: int, plan: Plan | None, columns: bool, ieee: 
     groups_us, groups = _spmm_groups_sm90.expected(x, n, nnz, plan and plan.groups, processors)
     if groups_us < us:
         us, choice = groups_us, groups
-    if plan and plan.tall and not columns and _spmm_tall_sm90.takes(x):
-        tall_us, tall = _spmm_tall_sm90.choose(m, n, k, nnz, plan.tall.room, processors)
-        if tall_us < us:
-            us, choice = tall_us, tall
     dense_us = _spmm_expand_sm90.time(x.dtype, m, n, k, ieee or min(m, n) < 128)
     if columns:
         dense_us += m * n * 8 / _TURNED_A_US

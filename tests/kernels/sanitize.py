@@ -33,7 +33,6 @@ from qsparse.kernels import (
     _spmm_product_sm90,
     _spmm_slab_sm90,
     _spmm_sm80,
-    _spmm_tall_sm90,
 )
 from qsparse.sparse import compress_24
 from qsparse.sparse.bitmap_tiles import to_bitmap_tiles
@@ -197,12 +196,6 @@ def large_sparse() -> None:
         for look, split, turned in itertools.product((False, True), (1, 2, 4, 8), (False, True)):
             plan = _spmm_groups_sm90.Plan(cols.to(torch.uint16) if turned else cols, offsets, (401, 1001), look)
             _spmm_groups_sm90.run(_spmm_groups_sm90.Choice(9, split, turned), x, values, bias, y, True, plan)
-        for n, k, m in ((52, 200, 300), (256, 64, 600)):
-            values, cols, offsets = random_csr(n, k)
-            plan = _spmm_tall_sm90.Plan(cols, offsets, (n, k))
-            for row_blocks in (2, 3):
-                x, y = normal(m, k), torch.empty(m, n, device=DEVICE)
-                _spmm_tall_sm90.run(_spmm_tall_sm90.Choice(row_blocks), x, values, normal(n), y, True, plan)
         for n, k, batches in ((600, 304, (1, 3, 13)), (3, 4000, (8,))):  # rows of a warp, and of a whole block
             arrays = random_csr(n, k)
             for m in batches:
