@@ -41,7 +41,7 @@ sddmm_tiles(const __grid_constant__ Matrix<T> x, const T* __restrict__ dyt, long
     }
     if (threadIdx.x < stages) {
         pipe_init(&full[threadIdx.x], PRODUCERS * WARP);
-        pipe_init(&empty[threadIdx.x], CONSUMERS);
+        pipe_init(&empty[threadIdx.x], CONSUMERS * WARP);
     }
     const int tiles = __syncthreads_or(stored) ? static_cast<int>((x.M + L::BATCH - 1) / L::BATCH) : 0;
 
@@ -52,7 +52,7 @@ sddmm_tiles(const __grid_constant__ Matrix<T> x, const T* __restrict__ dyt, long
             const bool copies = fill_slab<T, V, PRODUCERS>(shared + stage * slab_bytes, x,
                                                            static_cast<long long>(t) * L::BATCH, k0, width,
                                                            warp - CONSUMERS, lane);
-            pipe_arrive_thread(&full[stage], copies);
+            pipe_arrive(&full[stage], copies);
         }
     } else {
         const int mine = rows * warp / CONSUMERS;
@@ -105,7 +105,7 @@ sddmm_tiles(const __grid_constant__ Matrix<T> x, const T* __restrict__ dyt, long
                     if (lanes_entry < here) *sum_of_lane = before + sum;
                 }
             }
-            pipe_arrive(&empty[stage], lane);
+            pipe_arrive(&empty[stage]);
         }
     }
     if (s) return;

@@ -133,7 +133,7 @@ spmm_csr_tiles(const __grid_constant__ Matrix<T> x, const T* __restrict__ values
     }
     if (threadIdx.x < stages) {
         pipe_init(&full[threadIdx.x], PRODUCERS * WARP);
-        pipe_init(&empty[threadIdx.x], CONSUMERS);
+        pipe_init(&empty[threadIdx.x], CONSUMERS * WARP);
     }
     const int slabs = __syncthreads_or(stored) ? w.slabs : 0;
     const bool any_left_over = __syncthreads_or(left_over);
@@ -150,7 +150,7 @@ spmm_csr_tiles(const __grid_constant__ Matrix<T> x, const T* __restrict__ values
             const int width = static_cast<int>(min(static_cast<long long>(w.width), w.K - k0));
             const bool copies =
                 fill_slab<T, V, PRODUCERS>(shared + stage * slab_bytes, x, m0, k0, width, warp - CONSUMERS, lane);
-            pipe_arrive_thread(&full[stage], copies);
+            pipe_arrive(&full[stage], copies);
         }
         __syncthreads();
     } else {
@@ -223,7 +223,7 @@ spmm_csr_tiles(const __grid_constant__ Matrix<T> x, const T* __restrict__ values
                     }
                 } while (begin < end);
             }
-            pipe_arrive(&empty[stage], lane);
+            pipe_arrive(&empty[stage]);
             segment = next;
         }
         __syncthreads();

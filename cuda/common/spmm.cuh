@@ -247,16 +247,8 @@ __device__ __forceinline__ void pipe_init(unsigned long long* barrier, int count
     asm volatile("mbarrier.init.shared.b64 [%0], %1;" ::"r"(shared_address(barrier)), "r"(count) : "memory");
 }
 
-// The whole warp is done with what it read or wrote: one lane says so.
-__device__ __forceinline__ void pipe_arrive(unsigned long long* barrier, int lane) {
-    __syncwarp();
-    if (lane == 0)
-        asm volatile("{\n.reg .b64 state;\nmbarrier.arrive.shared.b64 state, [%0];\n}" ::"r"(shared_address(barrier))
-                     : "memory");
-}
-
-// This thread is done with what it wrote, or will be once its copies have arrived.
-__device__ __forceinline__ void pipe_arrive_thread(unsigned long long* barrier, bool copies) {
+// This thread is done with what it read or wrote, or will be once its copies have arrived.
+__device__ __forceinline__ void pipe_arrive(unsigned long long* barrier, bool copies = false) {
     if (copies)
         asm volatile("cp.async.mbarrier.arrive.noinc.shared.b64 [%0];" ::"r"(shared_address(barrier)) : "memory");
     else
