@@ -197,6 +197,18 @@ def test_a_static_int8_network_keeps_the_nan_of_a_hidden_layer(device, part, ima
     assert model(images).isfinite().all()
 
 
+@pytest.mark.parametrize("format", ["csr", "coo", "2:4", "bitmap", "entries"])
+def test_sparse_networks_can_be_pickled(format, tmp_path):
+    density = None if format == "2:4" else 0.3
+    model = sparsify(models.MLP((64, 32, 10), seed=3), SparseConfig(density=density, format=format))
+    torch.save(model, tmp_path / "model.pt")
+    again = torch.load(tmp_path / "model.pt", weights_only=False)
+    images = torch.randint(0, 256, (3, 64), dtype=torch.uint8, generator=torch.Generator().manual_seed(1))
+    assert torch.equal(again(images), model(images))
+    again.load_state_dict(model.state_dict())
+    assert torch.equal(again(images), model(images))
+
+
 def int8_first(model: models.MLP) -> models.MLP:
     """With a first layer that gives float32, and lets the next kernel start at once."""
     return model.replace({"fc1": nn.QuantLinear.from_linear(models.MLP(model.sizes).fc1)})

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import torch
 
+from qsparse.kernels._face import check_tensor
 from qsparse.kernels._weight_tiles_sm80 import CHUNK, COLUMNS, PLACES, ROWS, grid, lane_by_lane, place, where, within
 
 DTYPES = (torch.float16, torch.bfloat16)
@@ -51,14 +52,22 @@ def unpack(entries, offsets, shape: tuple[int, int], dtype: torch.dtype) -> torc
     return _spread((bits - (bits >> 15 << 16)).short(), entries, offsets, shape).view(dtype)
 
 
+def rounded(entries: torch.Tensor, dtype: torch.dtype, to: torch.dtype) -> torch.Tensor:
+    """The same entries with their weights, of ``dtype``, in the dtype ``to``, both of 16 bits."""
+    bits = (entries & 0xFFFF) - ((entries & 0x8000) << 1)
+    return entries >> 16 << 16 | bits.short().view(dtype).to(to).view(torch.int16).int() & 0xFFFF
+
+
 def stored(entries, offsets, shape: tuple[int, int]) -> torch.Tensor:
     """Where an entry is stored, (N, K) bool."""
     return _spread(torch.ones_like(entries, dtype=torch.bool), entries, offsets, shape)
 
 
 def check(entries, offsets, shape: tuple[int, int]) -> None:
-    """Raise ValueError unless offsets and entries fit each other and ``shape``. On a GPU this waits for it."""
-    _, wide = grid(shape)
+    """Raise TypeError or ValueError unless offsets and entries fit each other and ``shape``. On a GPU this waits."""
+    tall, wide = grid(shape)
+    check_tensor("entries", entries, (torch.int32,), (None,))
+    check_tensor("offsets", offsets, (torch.int32,), (tall * wide + 1,))
     if int(offsets[0]) != 0 or entries.numel() != CHUNK * int(offsets[-1]):
         ends = f"{int(offsets[0])} to {int(offsets[-1])}"
         raise ValueError(f"offsets must go from 0 to a fourth of the {entries.numel()} entries, got {ends}")

@@ -63,8 +63,8 @@ def spmm_bitmap(
     which always writes W out.
 
     Unlike CSR and COO, where what is not stored contributes nothing, a weight that is not stored is multiplied as a
-    zero: NaN or Inf in ``x`` makes all outputs of its row NaN. Raises TypeError for a wrong dtype; ValueError for
-    shapes that do not fit, and with ``check`` for offsets, masks and values that do not fit each other.
+    zero: where a row of ``x`` holds NaN or Inf, none of its outputs is finite. Raises TypeError for a wrong dtype;
+    ValueError for shapes that do not fit, and with ``check`` for offsets, masks and values that do not fit each other.
 
     Source: a bitmap in the order of the tensor cores' fragments, after R. Fan et al., "SpInfer: Leveraging Low-Level
     Sparsity for Efficient Large Language Model Inference on GPUs" (EuroSys 2025); sparse in memory and dense when

@@ -55,8 +55,8 @@ def spmm_entries(
     call alone, and :func:`qsparse.kernels.gemm` multiplies.
 
     Unlike CSR and COO, where what is not stored contributes nothing, a weight that is not stored is multiplied as a
-    zero: NaN or Inf in ``x`` makes all outputs of its row NaN. Raises TypeError for a wrong dtype; ValueError for
-    shapes that do not fit, and with ``check`` for offsets and entries that do not fit each other.
+    zero: where a row of ``x`` holds NaN or Inf, none of its outputs is finite. Raises TypeError for a wrong dtype;
+    ValueError for shapes that do not fit, and with ``check`` for offsets and entries that do not fit each other.
 
     Source: sparse in memory and dense when multiplied, after H. Xia et al., "Flash-LLM: Enabling Cost-Effective and
     Highly-Efficient Large Generative Model Inference with Unstructured Sparsity" (VLDB 2023), whose entries come with

@@ -108,13 +108,22 @@ class InferenceLinear(torch.nn.Module):
         return cls(**options_of(options))
 
 
+# Functions with names, so that a layer can be pickled.
+def _before_load(layer: SparseStorage, *_: object) -> None:
+    layer._before_load()
+
+
+def _loaded(layer: SparseStorage, _: object) -> None:
+    layer._loaded()
+
+
 class SparseStorage(InferenceLinear):
     """A layer that stores some of its weights, in arrays that ``check`` looks through whenever they are set."""
 
     def __init__(self, *options, **buffers: torch.Tensor):
         super().__init__(*options, **buffers)
-        self.register_load_state_dict_pre_hook(lambda layer, *_: layer._before_load())
-        self.register_load_state_dict_post_hook(lambda layer, _: layer._loaded())
+        self.register_load_state_dict_pre_hook(_before_load)
+        self.register_load_state_dict_post_hook(_loaded)
 
     def _before_load(self) -> None:
         """What ``load_state_dict`` does before it sets the arrays."""
@@ -134,6 +143,9 @@ class SparseStorage(InferenceLinear):
 
     def _holding(self, **arrays: torch.Tensor | None) -> Self:
         """This layer with these very arrays, checked."""
+        bias = arrays.get("bias")
+        if bias is not None and bias.shape != (self.out_features,):
+            raise ValueError(f"bias must be of shape ({self.out_features},), got {tuple(bias.shape)}")
         for name, array in arrays.items():
             setattr(self, name, array)
         self._settle()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from qsparse import kernels
-from qsparse.kernels import _entry_tiles, _weight_tiles_sm80
+from qsparse.kernels import _entry_tiles, _spmm, _weight_tiles_sm80
 from qsparse.kernels._face import check_dtype
 from qsparse.nn._common import SparseStorage, check_sizes, check_tensors, describe
 
@@ -34,14 +34,17 @@ class EntryLinear(SparseStorage):
         *,
         dtype=torch.float16,
     ) -> None:
-        """``entries``: how many are stored, what fills the tiles up among them."""
+        """``entries``: how many are stored, what fills the tiles up among them: a multiple of 4."""
         check_sizes(in_features=in_features, out_features=out_features, entries=entries)
         check_dtype("dtype", dtype, _entry_tiles.DTYPES)
         tall, wide = _weight_tiles_sm80.grid((out_features, in_features))
+        if entries % _weight_tiles_sm80.CHUNK or (entries and not tall * wide):
+            raise ValueError(f"entries must be a multiple of 4, and 0 of no weights, got {entries}")
         buffers = {
             "tiles": torch.zeros(entries, dtype=torch.int32),
             "offsets": torch.zeros(tall * wide + 1, dtype=torch.int32),
         }
+        buffers["offsets"][-1] = entries // _weight_tiles_sm80.CHUNK  # zeros, in the last tile
         super().__init__(in_features, out_features, bias, activation, dtype, **buffers)
         self.dtype = dtype
 
@@ -51,10 +54,21 @@ class EntryLinear(SparseStorage):
 
         TypeError for another dtype than float16 and bfloat16, ValueError for what does not fit.
         """
-        check_tensors(entries=entries, offsets=offsets)
-        n, k = shape
+        check_tensors(entries=entries, offsets=offsets, **({} if bias is None else {"bias": bias}))
+        n, k = _spmm.check_sizes(shape)
+        check_dtype("dtype", dtype, _entry_tiles.DTYPES)
+        _entry_tiles.check(entries, offsets, (n, k))
         layer = cls(k, n, entries.numel(), bias is not None, activation, dtype=dtype)
         return layer._holding(tiles=entries, offsets=offsets, bias=None if bias is None else bias.detach().to(dtype))
+
+    def _apply(self, function, recurse: bool = True) -> EntryLinear:
+        """As of any module; another dtype rounds the weights, whose bits PyTorch takes for whole numbers."""
+        dtype = function(torch.empty(0, dtype=self.dtype)).dtype
+        check_dtype("dtype", dtype, _entry_tiles.DTYPES)
+        super()._apply(function, recurse)
+        if dtype != self.dtype:
+            self.tiles, self.dtype = _entry_tiles.rounded(self.tiles, self.dtype, dtype), dtype
+        return self
 
     @property
     def _shape(self) -> tuple[int, int]:

@@ -6,7 +6,7 @@ The layout is described where the kernels read it, in :mod:`qsparse.kernels._ent
 import torch
 from torch import Tensor
 
-from qsparse.kernels import _entry_tiles, _weight_tiles_sm80
+from qsparse.kernels import _entry_tiles, _spmm
 from qsparse.kernels._face import check_dtype
 from qsparse.nn._common import check_tensors
 from qsparse.sparse.formats import from_csr
@@ -27,16 +27,12 @@ def from_entry_tiles(entries: Tensor, offsets: Tensor, shape: tuple[int, int], d
     """The dense (N, K) matrix of `dtype`, that of what was packed; zero where nothing is stored.
 
     Raises:
-        TypeError: no tensors, or another `dtype` than float16 and bfloat16.
+        TypeError: no int32 tensors, or another `dtype` than float16 and bfloat16.
         ValueError: the arrays do not fit `shape` and each other, or a place lies outside `shape`.
     """
     check_tensors(entries=entries, offsets=offsets)
     check_dtype("dtype", dtype, _entry_tiles.DTYPES)
-    tall, wide = _weight_tiles_sm80.grid(shape)
-    if offsets.shape != (tall * wide + 1,):
-        raise ValueError(
-            f"{tuple(shape)} has {tall * wide} tiles: offsets must be ({tall * wide + 1},), not {tuple(offsets.shape)}"
-        )
+    shape = _spmm.check_sizes(shape)
     _entry_tiles.check(entries, offsets, shape)
     return _entry_tiles.unpack(entries, offsets, shape, dtype)
 
@@ -44,7 +40,10 @@ def from_entry_tiles(entries: Tensor, offsets: Tensor, shape: tuple[int, int], d
 def csr_to_entry_tiles(
     values: Tensor, col_indices: Tensor, row_offsets: Tensor, shape: tuple[int, int]
 ) -> tuple[Tensor, Tensor]:
-    """The tiles of a CSR matrix; duplicates are summed, stored zeros stay stored. Raises as `from_csr`."""
+    """The tiles of a CSR matrix; stored zeros stay stored, duplicates are summed in the values' dtype.
+
+    Raises as `from_csr`.
+    """
     check_tensors(values=values)
     stored = from_csr(torch.ones_like(values, dtype=torch.float32), col_indices, row_offsets, shape) > 0
     return to_entry_tiles(from_csr(values, col_indices, row_offsets, shape), stored)

@@ -150,6 +150,8 @@ def spmm(x: Tensor, w: SparseWeights, bias: Tensor | None = None, *, relu: bool 
         raise TypeError(f"w must be SparseWeights, as SparseWeights.from_dense makes them, not {type(w).__name__}")
     if not isinstance(x, Tensor):
         raise TypeError(f"x must be a torch.Tensor, not {type(x).__name__}")
+    if x.dtype != w.csr[0].dtype:  # entries are bits alone, which would be taken for others
+        raise TypeError(f"x must be {w.csr[0].dtype}, as the values of W are, not {x.dtype}")
     way = w.way(x.shape[0]) if way is None else way
     if way == "csr":
         return kernels.spmm_csr(x, *w.csr, bias, shape=w.shape, relu=relu, check=False, plan=w._plan), way
