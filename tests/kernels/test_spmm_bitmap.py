@@ -52,19 +52,6 @@ def test_many_tiles(device, dtype, m, density, normal, sparse, to_numpy, assert_
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("tier", ["simt", "sm80"])
-@pytest.mark.parametrize("m", [1, 8, 64, 100, 1000])
-def test_every_tier_and_the_same_bits_each_time(tier, m, normal, sparse, to_numpy, assert_close, assert_same_bits):
-    device = torch.device("cuda", 0)
-    w = sparse(300, 2000, 0.2, torch.float16)
-    x, bias = (normal(*size, dtype=torch.float16, device=device) for size in ((m, 2000), (300,)))
-    tiles = pack(w, device)
-    y, again = (kernels.spmm_bitmap(x, *tiles, bias, shape=w.shape, relu=True, tier=tier) for _ in range(2))
-    assert_close(y, (to_numpy(x) @ to_numpy(w).T + to_numpy(bias)).clip(min=0))
-    assert_same_bits(y, again)
-
-
-@pytest.mark.gpu
 @pytest.mark.parametrize("ahead", [False, True])
 def test_every_division(ahead, normal, sparse, to_numpy, assert_close):
     """Each number of warps, and of warps and blocks that divide K, also more of them than there are tiles."""
@@ -84,74 +71,6 @@ def test_every_division(ahead, normal, sparse, to_numpy, assert_close):
                 y = torch.full((m, 270), NAN, dtype=torch.float32, device=device)
                 _spmm_bitmap_sm80.launch_few(x, *tiles, None, y, relu=False, config=config, ahead=ahead)
                 assert_close(y, reference)
-
-
-@pytest.mark.parametrize("size", [(0, 5), (5, 0), (0, 0), (5, 7)], ids=str)
-def test_case_13_nothing_stored(device, size, normal):
-    bias = normal(size[0], device=device, dtype=torch.float16)
-    tiles = pack(torch.zeros(size, dtype=torch.float16), device)
-    for m in (0, 1, 100):
-        x = normal(m, size[1], device=device, dtype=torch.float16)
-        y = kernels.spmm_bitmap(x, *tiles, shape=size)
-        assert torch.equal(y, torch.zeros_like(y))
-        assert y.shape == (m, size[0])
-        assert torch.equal(kernels.spmm_bitmap(x, *tiles, bias, shape=size), bias.expand(m, size[0]))
-
-
-@pytest.mark.parametrize("m", [1, 40, 100])
-def test_one_dense_row_among_ten_thousand_empty_ones(device, m, normal, to_numpy, assert_close):
-    w = torch.zeros(10_001, 300, dtype=torch.float16)
-    w[7000] = normal(300).abs()
-    x = normal(m, 300, device=device, dtype=torch.float16).abs()
-    y = kernels.spmm_bitmap(x, *pack(w, device), shape=w.shape)
-    assert_close(y[:, 7000], to_numpy(x) @ to_numpy(w[7000]))
-    y[:, 7000] = 0
-    assert (y == 0).all()
-
-
-@pytest.mark.parametrize("m", [2, 30, 100])
-@pytest.mark.parametrize("value", [NAN, INF])
-def test_case_9_what_is_not_finite_stays_in_its_row(device, m, value, sparse, normal):
-    """In x it reaches all of its row, since zeros are multiplied; in W all of its output, and no other."""
-    w, x = sparse(50, 400, 0.3, torch.float16), normal(m, 400, device=device, dtype=torch.float16)
-    clean = kernels.spmm_bitmap(x, *pack(w, device), shape=w.shape)
-    x[1, 5] = value
-    y = kernels.spmm_bitmap(x, *pack(w, device), shape=w.shape)
-    assert torch.equal(y[1].isfinite().cpu(), torch.zeros(50, dtype=torch.bool))
-    assert torch.equal(y[0], clean[0])
-    x[1, 5] = 1
-    w[7, 300] = value
-    y = kernels.spmm_bitmap(x, *pack(w, device), shape=w.shape)
-    assert torch.equal(y.isfinite().all(dim=0).cpu(), torch.arange(50) != 7)
-
-
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_case_12_views(device, dtype, normal, sparse, to_numpy, assert_close):
-    w = sparse(20, 31, 0.3, dtype)
-    values, masks, offsets = pack(w, device)
-    wide = normal(62, 62, dtype=dtype, device=device)
-    stretched = torch.stack((values, values), 1)[:, 0], torch.stack((masks, masks), 2)[:, :, 1], offsets
-    bias = normal(40, dtype=dtype, device=device)[::2]
-    for m in (4, 31):
-        for x in (
-            wide[:m, :31],
-            wide[:31, :m].t(),
-            wide[: 2 * m : 2, ::2],
-            wide.flip(1)[:m, :31],
-            wide[:1, :31].expand(m, -1),
-            wide[:m, :1].expand(-1, 31),
-        ):
-            reference = to_numpy(x) @ to_numpy(w).T + to_numpy(bias)
-            assert_close(kernels.spmm_bitmap(x, *stretched, bias, shape=w.shape), reference)
-
-
-def test_values_that_start_anywhere(device, normal, sparse, to_numpy, assert_close):
-    w = sparse(20, 300, 0.3, torch.float16)
-    values, masks, offsets = pack(w, device)
-    x = normal(9, 300, dtype=torch.float16, device=device)
-    for shift in (1, 4):
-        moved = torch.nn.functional.pad(values, (shift, 0))[shift:]
-        assert_close(kernels.spmm_bitmap(x, moved, masks, offsets, shape=w.shape), to_numpy(x) @ to_numpy(w).T)
 
 
 def test_case_15_bad_arrays_are_named(device, normal, sparse):
