@@ -12,7 +12,7 @@ from qsparse.oracles.spmm_bitmap import dense as oracle_dense
 from qsparse.oracles.spmm_bitmap import spmm_bitmap as oracle
 
 DTYPES = [torch.float16, torch.bfloat16, torch.float32]
-NAN, INF = float("nan"), float("inf")
+NAN = float("nan")
 BATCHES = [0, 1, 8, 9, 17, 64, 65, 200]
 
 

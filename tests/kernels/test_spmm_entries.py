@@ -13,7 +13,7 @@ from qsparse.oracles.spmm_entries import spmm_entries as oracle
 
 DTYPES = [torch.float16, torch.bfloat16]
 NAMES = {torch.float16: "float16", torch.bfloat16: "bfloat16"}
-NAN, INF = float("nan"), float("inf")
+NAN = float("nan")
 BATCHES = [0, 1, 8, 9, 17, 64, 65, 200]
 
 
