@@ -151,12 +151,12 @@ _T = {2: 12.706, 3: 4.303, 4: 3.182, 5: 2.776}
 
 
 def main() -> None:
-    variants.load_dataset = functools.cache(variants.load_dataset)  # once a network, not once a case
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("seeds", type=int, nargs="?", default=3, help="how many, the first of them 0 (%(default)s)")
     seeds = parser.parse_args().seeds
     if seeds < 1:
         parser.error(f"seeds must be at least 1, not {seeds}")
+    variants.load_dataset = functools.cache(variants.load_dataset)  # once a network, not once a case
     # The times are thrown away, so one repetition is enough; the outputs are checked as ever.
     variants.measure = lambda *arguments, **options: measure(
         *arguments, **options, batches=(1,), budget_s=0.001, peers=False
