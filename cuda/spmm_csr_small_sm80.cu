@@ -38,22 +38,6 @@ __device__ __forceinline__ void add_column(float (&sums)[MB], const T* columns, 
     }
 }
 
-// Some entries of a lane, `step` apart; beyond the end of the row they lie in no column.
-template <typename T> struct Entries {
-    T values[AHEAD];
-    unsigned cols[AHEAD];
-
-    template <typename I>
-    __device__ __forceinline__ void load(const T* all_values, const I* all_cols, int from, int end, int step) {
-#pragma unroll
-        for (int u = 0; u < AHEAD; ++u) {
-            const bool there = from + u * step < end;
-            values[u] = there ? all_values[from + u * step] : from_float<T>(0.0f);
-            cols[u] = there ? static_cast<unsigned>(all_cols[from + u * step]) : ~0u;
-        }
-    }
-};
-
 // The block's part of an array is on its way to the L2 cache from now on.
 template <typename A> __device__ __forceinline__ void prefetch(const A* array, int begin, int end) {
     constexpr int STEP = 128 / sizeof(A);  // elements of a line
@@ -89,11 +73,11 @@ spmm_csr_small(const T* __restrict__ x, long long x_m, long long x_k, const T* _
     int ways = 1;  // warps that share out a row, where there are more of them than rows
     while (2 * ways * rows <= WARPS) ways *= 2;
     const int first_row = warp / ways, offset = warp % ways * WARP + lane, step = ways * WARP;
-    const auto load_first = [&](Entries<T>& to, const Span& span) {
+    const auto load_first = [&](EntriesAhead<T, AHEAD>& to, const Span& span) {
         to.load(values, cols, span.begin + offset, span.end, step);
     };
     Span span = span_of(first_row), span_after = span_of(first_row + WARPS);
-    Entries<T> first;  // of the warp's first row: on their way while x is
+    EntriesAhead<T, AHEAD> first;  // of the warp's first row: on their way while x is
     load_first(first, span);
     const int block_begin = row_offsets[n0], block_end = row_offsets[n0 + rows];
     prefetch(values, block_begin, block_end);
@@ -118,9 +102,9 @@ spmm_csr_small(const T* __restrict__ x, long long x_m, long long x_k, const T* _
         __syncthreads();
 
         // Entries from `from` on, every `step`-th, of this chunk's columns; the first AHEAD are read already.
-        const auto add_entries = [&](float (&sums)[MB], Entries<T> now, int from, int end, int step) {
+        const auto add_entries = [&](float (&sums)[MB], EntriesAhead<T, AHEAD> now, int from, int end, int step) {
             for (int i = from; i < end; i += AHEAD * step) {
-                Entries<T> next;
+                EntriesAhead<T, AHEAD> next;
                 next.load(values, cols, i + AHEAD * step, end, step);
 #pragma unroll
                 for (int u = 0; u < AHEAD; ++u) {
@@ -136,7 +120,7 @@ spmm_csr_small(const T* __restrict__ x, long long x_m, long long x_k, const T* _
             load_first(first, span);
         }
         for (int r = first_row; r < rows; r += WARPS) {
-            Entries<T> first_after;  // of the next row: on their way while this one is added up
+            EntriesAhead<T, AHEAD> first_after;  // of the next row: on their way while this one is added up
             load_first(first_after, span_after);
             const Span mine = span;
             span = span_after;
@@ -163,7 +147,7 @@ spmm_csr_small(const T* __restrict__ x, long long x_m, long long x_k, const T* _
             const int begin = row_offsets[n0 + r], end = row_offsets[n0 + r + 1];
             if (end - begin <= LONG) continue;  // for all threads alike
             float sums[MB] = {};
-            Entries<T> now;
+            EntriesAhead<T, AHEAD> now;
             now.load(values, cols, begin + threadIdx.x, end, THREADS);
             add_entries(sums, now, begin + threadIdx.x, end, THREADS);
             const float sum = add_lanes(sums, lane);

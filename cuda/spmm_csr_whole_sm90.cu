@@ -15,22 +15,6 @@ constexpr int WARPS = 32;
 constexpr int LONG = 2048;
 constexpr int AHEAD = 4;  // entries that a lane reads before it needs them
 
-// Some entries of a lane, `step` apart; beyond `end` they lie in no column.
-template <typename T> struct Entries {
-    T values[AHEAD];
-    unsigned cols[AHEAD];
-
-    template <typename I>
-    __device__ __forceinline__ void load(const T* all_values, const I* all_cols, int from, int end, int step) {
-#pragma unroll
-        for (int u = 0; u < AHEAD; ++u) {
-            const bool there = from + u * step < end;
-            values[u] = there ? all_values[from + u * step] : from_float<T>(0.0f);
-            cols[u] = there ? static_cast<unsigned>(all_cols[from + u * step]) : ~0u;
-        }
-    }
-};
-
 template <typename T, typename I, int MB>
 __global__ void __launch_bounds__(WARPS* WARP, 1)
 spmm_csr_whole(const T* __restrict__ x, long long x_m, const T* __restrict__ values, const I* __restrict__ cols,
@@ -65,7 +49,7 @@ spmm_csr_whole(const T* __restrict__ x, long long x_m, const T* __restrict__ val
     const auto is_long = [&](const Span& span) { return span.end - span.begin > min(LONG, LONG / 8 * rows); };
     // What is on its way: entries of a row, whether they are its last, and whether the row is a long one, which waits.
     struct Chunk {
-        Entries<T> entries;
+        EntriesAhead<T, AHEAD> entries;
         bool last, waits;
     } next;
     int next_row = warp, from = span.begin, to = is_long(span) ? from : span.end;  // where the chunk after it begins
@@ -82,7 +66,7 @@ spmm_csr_whole(const T* __restrict__ x, long long x_m, const T* __restrict__ val
     fetch(next);
     mbarrier_wait(&arrived, 0);
 
-    const auto add = [&](float (&sums)[MB], const Entries<T>& entries) {
+    const auto add = [&](float (&sums)[MB], const EntriesAhead<T, AHEAD>& entries) {
 #pragma unroll
         for (int u = 0; u < AHEAD; ++u)
             if (entries.cols[u] < K) {
@@ -113,7 +97,7 @@ spmm_csr_whole(const T* __restrict__ x, long long x_m, const T* __restrict__ val
         const Span row = span_of(r);
         if (!is_long(row)) continue;  // for all threads alike
         for (int i = row.begin + threadIdx.x; i - lane < row.end; i += AHEAD * WARPS * WARP) {
-            Entries<T> some;
+            EntriesAhead<T, AHEAD> some;
             some.load(values, cols, i, row.end, WARPS * WARP);
             add(sums, some);
         }

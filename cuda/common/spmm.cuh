@@ -58,6 +58,22 @@ template <typename T> constexpr int WORD = 4 / static_cast<int>(sizeof(T));     
 
 template <typename T> __device__ __forceinline__ unsigned turn(int k) { return k / (WORD<T> == 1 ? 1 : VECTOR<T>) % 8u * 16; }
 
+// AHEAD entries of a lane, `step` apart; beyond `end` they lie in no column.
+template <typename T, int AHEAD> struct EntriesAhead {
+    T values[AHEAD];
+    unsigned cols[AHEAD];
+
+    template <typename I>
+    __device__ __forceinline__ void load(const T* all_values, const I* all_cols, int from, int end, int step) {
+#pragma unroll
+        for (int u = 0; u < AHEAD; ++u) {
+            const bool there = from + u * step < end;
+            values[u] = there ? all_values[from + u * step] : from_float<T>(0.0f);
+            cols[u] = there ? static_cast<unsigned>(all_cols[from + u * step]) : ~0u;
+        }
+    }
+};
+
 // V batch rows a lane: neighbours as far as 16 bytes go, further ones half a line away.
 template <typename T, int V> struct Lane {
     static constexpr int BATCH = WARP * V;  // of the warp

@@ -48,14 +48,12 @@ def pack(w: torch.Tensor, mask: torch.Tensor) -> tuple[torch.Tensor, torch.Tenso
 
 def unpack(entries, offsets, shape: tuple[int, int], dtype: torch.dtype) -> torch.Tensor:
     """The dense (N, K) matrix, zero where nothing is stored, of arrays that :func:`check` accepts."""
-    bits = entries & 0xFFFF
-    return _spread((bits - (bits >> 15 << 16)).short(), entries, offsets, shape).view(dtype)
+    return _spread(_bits(entries), entries, offsets, shape).view(dtype)
 
 
 def rounded(entries: torch.Tensor, dtype: torch.dtype, to: torch.dtype) -> torch.Tensor:
     """The same entries with their weights, of ``dtype``, in the dtype ``to``, both of 16 bits."""
-    bits = (entries & 0xFFFF) - ((entries & 0x8000) << 1)
-    return entries >> 16 << 16 | bits.short().view(dtype).to(to).view(torch.int16).int() & 0xFFFF
+    return entries >> 16 << 16 | _bits(entries).view(dtype).to(to).view(torch.int16).int() & 0xFFFF
 
 
 def stored(entries, offsets, shape: tuple[int, int]) -> torch.Tensor:
@@ -87,6 +85,11 @@ def check(entries, offsets, shape: tuple[int, int]) -> None:
     if bool(twice.any()):
         at = int(order[int(twice.nonzero()[0]) + 1])
         raise ValueError(f"entries[{at}] has the place of another entry of its tile, which differs")
+
+
+def _bits(entries: torch.Tensor) -> torch.Tensor:
+    """The lower halves, int16."""
+    return ((entries & 0xFFFF) - ((entries & 0x8000) << 1)).short()
 
 
 def _places(entries: torch.Tensor) -> torch.Tensor:

@@ -56,9 +56,7 @@ class EntryLinear(SparseStorage):
         """
         check_tensors(entries=entries, offsets=offsets, **({} if bias is None else {"bias": bias}))
         n, k = _spmm.check_sizes(shape)
-        check_dtype("dtype", dtype, _entry_tiles.DTYPES)
-        _entry_tiles.check(entries, offsets, (n, k))
-        layer = cls(k, n, entries.numel(), bias is not None, activation, dtype=dtype)
+        layer = cls(k, n, 0, bias is not None, activation, dtype=dtype)
         return layer._holding(tiles=entries, offsets=offsets, bias=None if bias is None else bias.detach().to(dtype))
 
     def _apply(self, function, recurse: bool = True) -> EntryLinear:

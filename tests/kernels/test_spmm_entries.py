@@ -38,21 +38,6 @@ def test_matches_the_oracle(device, dtype, size, normal, sparse, to_numpy, asser
             assert_close(y, reference[:m])
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("m", [3, 16, 30, 64, 300])
-@pytest.mark.parametrize("density", [0.02, 0.1, 0.5, 1.0])
-def test_many_tiles(device, dtype, m, density, normal, sparse, to_numpy, assert_close):
-    """Several tiles a warpgroup, more entries than are fetched ahead, and blocks that divide K."""
-    w = sparse(529, 4500, density, dtype)
-    x = normal(m, 4500, dtype=dtype, device=device)
-    reference = to_numpy(x) @ to_numpy(w).T
-    tiles = pack(w, device)
-    assert_close(kernels.spmm_entries(x, *tiles, shape=w.shape), reference)
-    y = kernels.spmm_entries(x, *tiles, shape=w.shape, out_dtype=torch.float32, check=False)
-    assert y.dtype == torch.float32
-    assert_close(y, reference)
-
-
 @pytest.mark.gpu
 @pytest.mark.parametrize("density", [0.15, 0.7])
 @pytest.mark.parametrize("division", _spmm_entries_sm80.DIVISIONS, ids=str)

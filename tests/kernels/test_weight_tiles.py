@@ -25,6 +25,19 @@ def product(request):
     return multiply
 
 
+@pytest.mark.parametrize(("product", "dtype"), DTYPES, indirect=["product"])
+@pytest.mark.parametrize("m", [3, 16, 30, 64, 300])
+@pytest.mark.parametrize("density", [0.02, 0.1, 0.5, 1.0])
+def test_many_tiles(product, device, dtype, m, density, normal, sparse, to_numpy, assert_close):
+    """Several tiles a warp, more of a tile than is fetched ahead, and blocks that divide K."""
+    w, x = sparse(529, 4500, density, dtype), normal(m, 4500, dtype=dtype, device=device)
+    reference = to_numpy(x) @ to_numpy(w).T
+    assert_close(product(x, w), reference)
+    y = product(x, w, out_dtype=torch.float32, check=False)
+    assert y.dtype == torch.float32
+    assert_close(y, reference)
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("tier", ["simt", "sm80"])
 @pytest.mark.parametrize("m", [1, 8, 64, 100, 1000])
