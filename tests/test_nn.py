@@ -558,6 +558,26 @@ def test_what_does_not_fit_is_refused_when_entries_are_set():
     make(TypeError, r"^bias must be a torch.Tensor, not ndarray", bias=np.zeros(33))
 
 
+@pytest.mark.parametrize("assign", [False, True])
+@pytest.mark.parametrize(("bias", "said"), [(True, True), (True, False), (False, True)])
+def test_a_layer_of_entries_loads_weights_of_the_other_dtype(bias, said, assign):
+    """Their bits alone would be taken for other numbers: the state dict, or else the bias, says what they are."""
+    w, x = torch.randn(8, 16).bfloat16(), torch.randn(3, 16)
+    dtype = torch.bfloat16 if assign else torch.float16
+    options = {"shape": (8, 16), "bias": torch.randn(8).bfloat16() if bias else None}
+    theirs = torch.nn.Sequential(nn.EntryLinear.from_tiles(*to_entry_tiles(w, w > 0), **options, dtype=torch.bfloat16))
+    ours = torch.nn.Sequential(nn.EntryLinear(16, 8, theirs[0].tiles.numel(), bias))
+    state = theirs.state_dict()
+    ours.load_state_dict(state if said else dict(state), assign=assign)
+    expected = nn.EntryLinear.from_tiles(*to_entry_tiles(w.to(dtype), w > 0), **options, dtype=dtype)
+    assert torch.equal(ours(x.to(dtype)), expected(x.to(dtype)))
+    assert ours[0].describe() == expected.describe()
+    assert torch.equal(theirs[0].entries()[0], w[w > 0].float())  # as they were
+    again = ours.state_dict()
+    ours.load_state_dict(again)
+    assert torch.equal(ours(x.to(dtype)), expected(x.to(dtype)))
+
+
 def test_an_empty_layer_of_entries_gives_zeros():
     layer = nn.EntryLinear(65, 33, 8)
     layer.check()

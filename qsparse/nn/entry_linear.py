@@ -68,6 +68,26 @@ class EntryLinear(SparseStorage):
             self.tiles, self.dtype = _entry_tiles.rounded(self.tiles, self.dtype, dtype), dtype
         return self
 
+    def _save_to_state_dict(self, destination, prefix: str, keep_vars: bool) -> None:
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        if (metadata := getattr(destination, "_metadata", None)) is not None:
+            metadata[prefix[:-1]]["dtype"] = self.dtype
+
+    def _load_from_state_dict(self, state_dict, prefix: str, local_metadata: dict, *others) -> None:
+        """As of any module, weights of another dtype are rounded to the layer's, or make it theirs with ``assign``.
+
+        What ``state_dict()`` returns says the dtype; of another dict, the bias does.
+        """
+        tiles, bias = (state_dict.get(prefix + name) for name in ("tiles", "bias"))
+        dtype = local_metadata.get("dtype", self.dtype if bias is None else bias.dtype)
+        if tiles is not None and dtype != self.dtype:
+            check_dtype("dtype", dtype, _entry_tiles.DTYPES)
+            if local_metadata.get("assign_to_params_buffers"):
+                self.dtype = dtype
+            else:
+                state_dict[prefix + "tiles"] = _entry_tiles.rounded(tiles, dtype, self.dtype)
+        super()._load_from_state_dict(state_dict, prefix, local_metadata, *others)
+
     @property
     def _shape(self) -> tuple[int, int]:
         return self.out_features, self.in_features
