@@ -40,10 +40,7 @@ def from_entry_tiles(entries: Tensor, offsets: Tensor, shape: tuple[int, int], d
 def csr_to_entry_tiles(
     values: Tensor, col_indices: Tensor, row_offsets: Tensor, shape: tuple[int, int]
 ) -> tuple[Tensor, Tensor]:
-    """The tiles of a CSR matrix; stored zeros stay stored, duplicates are summed in the values' dtype.
-
-    Raises as `from_csr`.
-    """
+    """The tiles of a CSR matrix; stored zeros stay stored, duplicates are summed as by `from_csr`, which raises."""
     check_tensors(values=values)
     stored = from_csr(torch.ones_like(values, dtype=torch.float32), col_indices, row_offsets, shape) > 0
     return to_entry_tiles(from_csr(values, col_indices, row_offsets, shape), stored)

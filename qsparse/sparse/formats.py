@@ -104,7 +104,7 @@ def from_bitmap(values: Tensor, bits: Tensor, shape: tuple[int, ...]) -> Tensor:
 
 
 def from_csr(values: Tensor, col_indices: Tensor, row_offsets: Tensor, shape: tuple[int, int]) -> Tensor:
-    """The dense (N, K) matrix of a CSR matrix, zero where nothing is stored; duplicates are summed.
+    """The dense (N, K) matrix of a CSR matrix, zero where nothing is stored; duplicates are summed as by `from_coo`.
 
     Raises:
         TypeError: no tensors.
@@ -122,7 +122,9 @@ def from_csr(values: Tensor, col_indices: Tensor, row_offsets: Tensor, shape: tu
 
 
 def from_coo(values: Tensor, rows: Tensor, cols: Tensor, shape: tuple[int, int]) -> Tensor:
-    """The dense (N, K) matrix of a COO matrix, sorted or not, zero where nothing is stored; duplicates are summed.
+    """The dense (N, K) matrix of a COO matrix, sorted or not, zero where nothing is stored.
+
+    Duplicates are summed: of float16 and bfloat16 in float32, and rounded once.
 
     Raises:
         TypeError: no tensors.
@@ -139,8 +141,9 @@ def from_coo(values: Tensor, rows: Tensor, cols: Tensor, shape: tuple[int, int])
         if bool(outside.any()):
             entry = int(outside.nonzero()[0])
             raise ValueError(f"entry {entry} has {name} index {int(index[entry])}, outside 0..{size - 1}")
-    dense = torch.zeros(shape, dtype=values.dtype, device=values.device)
-    return dense.index_put_((rows.long(), cols.long()), values, accumulate=True)
+    wide = torch.float32 if values.dtype in (torch.float16, torch.bfloat16) else values.dtype
+    dense = torch.zeros(shape, dtype=wide, device=values.device)
+    return dense.index_put_((rows.long(), cols.long()), values.to(wide), accumulate=True).to(values.dtype)
 
 
 def compress_24(w: Tensor, mask: Tensor | None = None) -> tuple[Tensor, Tensor]:

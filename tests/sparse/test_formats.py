@@ -8,10 +8,12 @@ from hypothesis import strategies as st
 from qsparse.sparse import (
     compress_24,
     csr_to_bitmap_tiles,
+    csr_to_entry_tiles,
     expand_24,
     from_bitmap_tiles,
     from_coo,
     from_csr,
+    from_entry_tiles,
     to_bitmap_tiles,
     to_coo,
     to_csr,
@@ -75,6 +77,21 @@ def test_unsorted_coo_with_duplicates_is_summed_like_scipys(entries):
 def test_csr_with_duplicates_in_a_row_is_summed():
     dense = from_csr(torch.tensor([1.0, 2.0, 4.0]), torch.tensor([1, 1, 0]), torch.tensor([0, 2, 2, 3]), (3, 2))
     assert dense.tolist() == [[0, 3], [0, 0], [4, 0]]
+
+
+@pytest.mark.parametrize(("dtype", "big"), [(torch.float16, 2048), (torch.bfloat16, 256)])
+def test_duplicates_of_halves_are_rounded_once(dtype, big):
+    """A big one swallows each of the ones when every sum is rounded; in float32 they count."""
+    values = torch.tensor([big, 1, 1, 1, 1, -1], dtype=dtype)
+    cols, offsets = torch.tensor([1, 1, 1, 1, 1, 0]).int(), torch.tensor([0, 6]).int()
+    dense = from_csr(values, cols, offsets, (1, 2))
+    assert dense.dtype == dtype
+    assert dense.tolist() == from_coo(values, torch.zeros(6).int(), cols, (1, 2)).tolist() == [[-1, big + 4]]
+    assert (
+        from_entry_tiles(*csr_to_entry_tiles(values, cols, offsets, (1, 2)), (1, 2), dtype).tolist() == dense.tolist()
+    )
+    bitmap = csr_to_bitmap_tiles(values, cols, offsets, (1, 2))
+    assert from_bitmap_tiles(*bitmap, (1, 2)).tolist() == dense.tolist()
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
