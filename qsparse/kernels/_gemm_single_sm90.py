@@ -73,8 +73,13 @@ class Single:
         """Tiles of whole clusters."""
         return -(-m // (self.bm * self.cm)) * -(-n // (self.bn * self.cn))
 
-    def walk(self, m: int) -> tuple[int, int]:
-        """The tiles of a column, and the number by which multiplying divides by them (0: one tile)."""
+    def walk(self, m: int, n: int, k: int) -> tuple[int, int]:
+        """The tiles of a column, and the number by which multiplying divides by them (0: one tile).
+
+        ValueError for sizes that it does not suit: a block without a part of K would wait for ever.
+        """
+        if not self.suits(m, n, k):
+            raise ValueError(f"{self} does not suit ({m}, {n}, {k})")
         column = -(-m // (self.bm * self.cm))
         return column, 0 if column == 1 else -(-(2**32) // column)
 

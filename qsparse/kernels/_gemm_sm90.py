@@ -156,7 +156,7 @@ def _plan(device, m, n, k, ldx, ldw, dtype, out, x_k, w_k, mask_mode, relu, accu
             *(device, _gemm_single_sm90.SOURCE, config.instance(dtype, out, x_k, w_k), _gemm_single_sm90.FORMATS),
             *(config.tiles(m, n) * config.cluster, 128 * config.consumers + 32, config.shared()),
         )
-        return _Plan(launcher, (m, n, k), x_map, w_map, None, flags, config.walk(m), True)
+        return _Plan(launcher, (m, n, k), x_map, w_map, None, flags, config.walk(m, n, k), True)
     y_map = output_map(config, out, m, n, y_offset)
     flags |= _TMA_STORE if y_map else 0
     instance = config.instance(dtype, out, x_k, w_k, mask_mode)

@@ -84,7 +84,7 @@ def product(
     flags, instance = _RELU * relu | (0 if n % 2 else _PAIRS), _instance(config, x.dtype)
     if isinstance(config, Single):
         flags |= 0 if n % 8 else _gemm_single_sm90.WIDE
-        arguments = (*maps, *arrays, m, n, k, flags, *config.walk(m))
+        arguments = (*maps, *arrays, m, n, k, flags, *config.walk(m, n, k))
         blocks, threads = config.tiles(m, n) * config.cluster, 128 * config.consumers + 32
         formats = f"128s128sPP{_CSR.size}siiiiiI"
     else:

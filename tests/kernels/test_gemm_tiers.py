@@ -265,6 +265,14 @@ def test_configurations_are_checked():
         _gemm_single_sm90.Single(128, 256, 2, 5)
 
 
+def test_no_block_of_a_cluster_is_launched_without_a_part_of_k():
+    """It would wait for ever for its first tile."""
+    divided = _gemm_single_sm90.Single(64, 64, 1, 4, split=4)
+    assert divided.walk(17, 70, 193) == (1, 0)
+    with pytest.raises(ValueError, match=r"does not suit \(17, 70, 192\)"):
+        divided.walk(17, 70, 192)
+
+
 def test_configurations_leave_room_for_what_the_epilogue_keeps():
     kept = [
         (4, (*_gemm_sm90_configs.TF32, *_gemm_sm90_configs.SPLIT)),  # a float bias
