@@ -72,6 +72,9 @@ class _Group(TyperGroup):
     def invoke(self, ctx: Any) -> Any:
         try:
             return super().invoke(ctx)
+        except typer.BadParameter as error:
+            error.message = error.message.removeprefix("Value error, ")  # of Pydantic, which Typer asks
+            raise
         except UserError as error:
             typer.echo(f"Error: {error}", err=True)
             raise typer.Exit(USER_ERROR) from None

@@ -270,6 +270,8 @@ def test_a_density_outside_its_range(run):
 def test_unknown_names_list_the_valid_ones(run):
     said = refused("quantize", run, "--dtype", "int9")
     assert all(f"'{name}'" in said for name in ("int9", *quant.DTYPES))
+    assert "Invalid value for '--dtype': 'int9' is not one of" in said
+    assert "'--layout': 'no' is not one of" in refused("bench", "gemm", "--layout", "no")
     said = refused("sparsify", run, "--density", 0.1, "--format", "bsr")
     assert all(f"'{name}'" in said for name in ("bsr", *sparse.FORMATS))
     said = refused("train", "--device", "gpu")
