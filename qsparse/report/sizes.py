@@ -25,7 +25,7 @@ def show_sizes(comparison: Comparison, file: IO[str] | None = None) -> None:
         title_justify="left",
         caption="Break-even: the density below which the format is smaller than the dense array. Indices are int32.\n"
         "2:4 holds 2 of each 4 entries of a row, whatever the density. A network's bitmap lies in tiles, which take a "
-        "little more.",
+        "little more; what fills the tiles of entries up is in their bytes, and not in their break-even.",
         caption_justify="left",
     )
     table.add_column("format", style="bold")

@@ -3,7 +3,8 @@
 The arrays of a format are built and their bytes counted. Bytes grow by the same step with each entry (values and
 indices) from what an empty array takes (row offsets, bits), so two small builds give the break-even. 2:4 takes the same
 at any density: of each 8 entries along the last dimension 4 values and a byte, the last eight padded. The bitmap is the
-plain one, of any array; the one of a network's layers lies in tiles, and takes a little more.
+plain one, of any array; the one of a network's layers lies in tiles, and takes a little more. The entries' tiles are
+filled up to multiples of 4 entries, which their break-even leaves out.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from torch import Tensor
 
 from qsparse.errors import UserError
 from qsparse.sparse.config import check_density, choose
+from qsparse.sparse.entry_tiles import to_entry_tiles
 from qsparse.sparse.formats import compress_24, to_bitmap, to_coordinates, to_csr
 from qsparse.sparse.masks import largest
 
@@ -61,8 +63,8 @@ def compare(shape: tuple[int, ...], density: float, dtype: str = "float32", *, s
     dtype: of the values: float32, float16, bfloat16 or int8. Indices are int32. seed: of where the entries are (which
     changes no size).
 
-    A format that cannot hold the array has no entry: CSR is for matrices, 2:4 for densities up to 0.5 (of entries that
-    keep to its pattern).
+    A format that cannot hold the array has no entry: CSR is for matrices, the tiles of entries for those of 16 bits,
+    2:4 for densities up to 0.5 (of entries that keep to its pattern).
 
     Raises UserError for a density outside (0, 1], a shape that is none, or one of more than 2^26 entries.
     """
@@ -90,6 +92,12 @@ def compare(shape: tuple[int, ...], density: float, dtype: str = "float32", *, s
         break_even = min(max((dense - empty) / ((step - empty) * array.numel()), 0.0), 1.0)
         total = sum(arrays.values())
         sizes.append(Size(name, total, arrays, total / dense, break_even))
+    if len(shape) == 2 and array.dtype in (torch.float16, torch.bfloat16):
+        entries, offsets = to_entry_tiles(array, mask)
+        total = entries.nbytes + offsets.nbytes
+        break_even = max((dense - offsets.nbytes) / (entries.itemsize * array.numel()), 0.0)
+        parts = {"entries": entries.nbytes, "offsets": offsets.nbytes}
+        sizes.append(Size("entries", total, parts, total / dense, break_even))
     if density <= _MOST_OF_2OF4:
         values, metadata = compress_24(array.reshape(-1, shape[-1]), none.reshape(-1, shape[-1]))
         arrays = {"values": values.nbytes, "metadata": metadata.nbytes}

@@ -46,7 +46,7 @@ def test_each_dimension_costs_coordinates_an_index(shape, share):
 def test_just_below_the_break_even_a_format_is_smaller_and_just_above_it_is_not(shape, dtype):
     entries = torch.Size(shape).numel()
     for name, size in sizes_of(shape, 0.5, dtype).items():
-        if name in ("dense", "2:4"):
+        if name in ("dense", "2:4", "entries"):  # the last is filled up by where the entries are
             continue
         for nnz in range(1, entries + 1):
             now = sizes_of(shape, nnz / entries, dtype)[name]
@@ -54,6 +54,19 @@ def test_just_below_the_break_even_a_format_is_smaller_and_just_above_it_is_not(
                 assert now.ratio < 1
             elif nnz / entries > size.break_even + 1e-9:
                 assert now.ratio > 1
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_entries_take_four_bytes_each_and_what_fills_their_tiles_up(dtype):
+    size = sizes_of((40, 300), 0.1, dtype)["entries"]
+    tiles = 2 * 5
+    assert size.bytes == sum(size.arrays.values())
+    assert size.arrays["offsets"] == 4 * (tiles + 1)
+    assert 4 * 1200 <= size.arrays["entries"] <= 4 * (1200 + 3 * tiles)
+    assert size.break_even == pytest.approx(0.5 - 4 * (tiles + 1) / (4 * 40 * 300))
+    assert sizes_of((1, 1), 1.0, dtype)["entries"].break_even == 0
+    for shape, other in (((40, 300), "float32"), ((40, 300), "int8"), ((12_000,), dtype)):
+        assert "entries" not in sizes_of(shape, 0.1, other)
 
 
 def test_2_to_4_holds_no_more_than_half_and_pads_the_last_group():
