@@ -451,7 +451,6 @@ def start(*arguments: str) -> subprocess.Popen:
         ("search --dtype int8 --finetune-epochs 1", "sparse layers"),
         ("bench gemm --tune --tier simt", "a benchmark"),
         ("bench gemm --tune --no-duel", "a benchmark"),
-        ("bench gemm --tune --repetitions 9", "a benchmark"),
         ("bench spmm --tune --op spmm_csr", "a benchmark"),
         ("bench spmm --tune --repetitions 9", "a benchmark"),
     ],

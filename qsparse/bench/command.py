@@ -140,8 +140,8 @@ def gemm(
     if tune:
         from qsparse.bench.tune import tune as tune_gemm
 
-        others = {"tier": tier, "duel": duel, "repetitions": repetitions}
-        _tune(tune_gemm, device, out, as_json, others, **chosen)
+        more = {} if repetitions is None else {"repetitions": repetitions}
+        _tune(tune_gemm, device, out, as_json, {"tier": tier, "duel": duel}, **chosen, **more)
         return
 
     from qsparse.bench.gemm import bench

@@ -1,9 +1,12 @@
-"""Time every configuration of the sm90 products at given shapes and keep the fastest: the tuning table's only author.
+"""Time every configuration of the sm90 products at given shapes, keep the fastest, and fit what each costs elsewhere.
+
+The only author of the tuning table, which a face reads for shapes that are in it, and of the table of costs beside it,
+from which it chooses for all other shapes (`qsparse.kernels._gemm_costs`).
 
 What a configuration is belongs to the kernels. Three names of their host modules (`MODULES`) are used:
-`candidates(m, n, k, dtype, layout, device)` gives hashable configurations (frozen dataclasses) that may run there,
-`run(config, x, w, bias, relu)` runs one on that face's arguments, and `TABLE` is the path of the table that the face
-reads. m, n, k are those of the product itself, x (m, k) and w (n, k).
+`candidates(m, n, k, dtype, layout, device)` gives configurations that may run there, `run(config, x, w, bias, relu)`
+runs one on that face's arguments, and `TABLE` is the path of the table that the face reads. m, n, k are those of the
+product itself, x (m, k) and w (n, k).
 """
 
 from __future__ import annotations
@@ -17,18 +20,23 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from types import ModuleType
 
+import numpy as np
 import torch
 
 from qsparse.bench.gemm import problem
 from qsparse.bench.harness import TOLERANCES, Call, Contender, compete, product_reference
 from qsparse.bench.shapes import GPU_TUNED, Shape
 from qsparse.errors import UserError
+from qsparse.kernels._gemm_costs import Costs, terms
+from qsparse.kernels._gemm_sm90_configs import label, labelled, unwalked
 from qsparse.measure import environment
 
 MODULES = {"float16": "_gemm_sm90", "bfloat16": "_gemm_sm90", "int8": "_gemm_int8_sm90"}
 DTYPES = tuple(MODULES)
 _REPETITIONS = 50
 _KEY = ("gpu", "dtype", "layout", "shape")
+_COSTS_KEY = ("gpu", "dtype", "config")
+_ENOUGH = 2 * len(dataclasses.fields(Costs))  # shapes behind the constants of a configuration
 
 
 @dataclasses.dataclass(frozen=True)
@@ -49,13 +57,19 @@ def tune(
     shapes: Iterable[Shape] = (),
     layouts: Iterable[str] = ("nt",),
     table: Path | None = None,
+    repetitions: int = _REPETITIONS,
     say: Callable[[str], None] = lambda line: None,
 ) -> Tuned:
-    """Find the fastest correct configuration for each dtype, layout and shape (a layer's M, N, K), and write the table.
+    """Find the fastest correct configuration for each dtype, layout and shape (a layer's M, N, K); write the tables.
 
-    The table is JSON, a list of entries {gpu, dtype, layout, shape ([m, n, k] of the product), config, us, us_p10,
-    us_p90, tried, wrong, date, commit, torch, cuda}. An entry replaces an older one of the same gpu, dtype, layout and
-    shape; the file is replaced whole after each product, so an interrupted run keeps what it found.
+    The table is JSON, a list of entries {gpu, multiprocessors, dtype, layout, shape ([m, n, k] of the product), config,
+    us, us_p10, us_p90, times (the microseconds of every right configuration by its label), wrong (how many were not),
+    date, commit, torch, cuda}. An entry replaces an older one of the same gpu, dtype, layout and shape; the file is
+    replaced whole after each product, so an interrupted run keeps what it found.
+
+    The costs are fitted to all times of the table that are of this gpu and dtype, old and new, and written beside it
+    (`costs_of`), a list of {gpu, dtype, config, costs (see `Costs`), shapes (how many), error (the root mean square of
+    the relative one)}.
 
     Raises UserError without a GPU, or for a dtype that is not tuned.
     """
@@ -73,40 +87,88 @@ def tune(
     for dtype in dtypes:
         for layout in layouts:
             for shape in tuple(shapes) or GPU_TUNED:
-                entry = _fastest(modules[dtype], shape, dtype, layout, device, where)
-                say(f"{dtype} {layout} {entry['shape']}: {entry['us']} µs by {entry['config']}, {entry['tried']} tried")
+                entry = _fastest(modules[dtype], shape, dtype, layout, device, where, repetitions)
+                best = f"{entry['us']} µs by {entry['config']}, {len(entry['times'])} right"
+                say(f"{dtype} {layout} {entry['shape']}: {best}")
                 entries.append(entry)
                 write_entries(table, [entry])
+        measured = [each for each in json.loads(table.read_text()) if each["gpu"] == where["gpu"]]
+        write_entries(costs_of(table), fit([each for each in measured if each["dtype"] == dtype]), _COSTS_KEY)
     return Tuned(entries, table)
 
 
-def _fastest(face: ModuleType, shape: Shape, dtype: str, layout: str, device: torch.device, where: dict) -> dict:
+def costs_of(table: Path) -> Path:
+    """The file of costs that belongs to a table."""
+    return table.with_name(f"{table.stem}_costs{table.suffix}")
+
+
+def fit(entries: list[dict]) -> list[dict]:
+    """The costs of each configuration that has been timed at shapes enough, from a table's entries of a GPU and dtype.
+
+    They are the constants, none below 0, with the least sum of squared relative errors.
+    """
+    from scipy.optimize import nnls
+
+    points: dict = {}
+    for entry in entries:
+        m, n, k = entry["shape"]
+        size = 1 if entry["dtype"] == "int8" else 2
+        best: dict = {}
+        for text, us in entry.get("times", {}).items():  # an entry of older times has none
+            config = unwalked(labelled(text))
+            best[config] = min(us, best.get(config, us))
+        for config, us in best.items():
+            counts = terms(config, m, n, k * size, 2, entry["multiprocessors"])
+            points.setdefault(config, []).append([count / us for count in counts])
+    found = []
+    for config, rows in points.items():
+        if len(rows) < _ENOUGH:
+            continue
+        constants, residual = nnls(np.array(rows), np.ones(len(rows)))
+        found.append(
+            {
+                "gpu": entries[0]["gpu"],
+                "dtype": entries[0]["dtype"],
+                "config": label(config),
+                "costs": dataclasses.asdict(Costs(*(round(float(constant), 4) for constant in constants))),
+                "shapes": len(rows),
+                "error": round(residual / len(rows) ** 0.5, 4),
+            }
+        )
+    return found
+
+
+def _fastest(
+    face: ModuleType, shape: Shape, dtype: str, layout: str, device: torch.device, where: dict, repetitions: int
+) -> dict:
     given = problem(shape, dtype, layout, device)
     a, b = (_int8(a) if dtype == "int8" else a for a in (given.a, given.b))
     (m, k), n = a.shape, b.shape[0]
-    configs = list(face.candidates(m, n, k, a.dtype, layout, device))
+    configs = {label(config): config for config in face.candidates(m, n, k, a.dtype, layout, device)}
     reference = product_reference(a, b)
     tolerance = TOLERANCES["bfloat16" if dtype == "int8" else dtype]  # of the outputs
     contenders = {
-        str(number): Contender(Call(functools.partial(face.run, config, a, b, None, False)), reference, tolerance)
-        for number, config in enumerate(configs)
+        name: Contender(Call(functools.partial(face.run, config, a, b, None, False)), reference, tolerance)
+        for name, config in configs.items()
     }
-    measured, _ = compete(contenders, {}, device, _REPETITIONS, host=False)
-    right = {number: measurement for number, measurement in measured.items() if measurement.us}
+    measured, _ = compete(contenders, {}, device, repetitions, host=False)
+    right = {name: measurement for name, measurement in measured.items() if measurement.us}
     if not right:
         raise UserError(f"none of {len(configs)} configurations computes {dtype} {layout} {m},{n},{k} right")
-    winner = min(right, key=lambda number: right[number].us)
+    winner = min(right, key=lambda name: right[name].us)
     best = right[winner]
+    on_gpu = device.type == "cuda"
     return {
         "gpu": where["gpu"],
+        "multiprocessors": torch.cuda.get_device_properties(device).multi_processor_count if on_gpu else 1,
         "dtype": dtype,
         "layout": layout,
         "shape": [m, n, k],
-        "config": dataclasses.asdict(configs[int(winner)]),
+        "config": dataclasses.asdict(configs[winner]),
         "us": best.us,
         "us_p10": best.us_p10,
         "us_p90": best.us_p90,
-        "tried": len(configs),
+        "times": {name: measurement.us for name, measurement in right.items()},
         "wrong": len(configs) - len(right),
         **{name: where[name] for name in ("date", "commit", "torch", "cuda")},
     }

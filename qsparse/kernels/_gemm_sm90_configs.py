@@ -10,7 +10,7 @@ import functools
 import json
 import math
 from collections.abc import Callable, Iterable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 
 import torch
@@ -147,6 +147,25 @@ def k_major(layout: str) -> tuple[bool, bool]:
 
 def _layout(x_k: bool, w_k: bool) -> str:
     return ("n" if x_k else "t") + ("t" if w_k else "n")
+
+
+def label(config: Config | Single) -> str:
+    """A configuration in short: its numbers, as ``labelled`` reads them."""
+    return ",".join(str(int(value)) for value in asdict(config).values())
+
+
+def labelled(text: str) -> Config | Single:
+    """The configuration of a label, validated."""
+    numbers = [int(part) for part in text.split(",")]
+    if len(numbers) == len(fields(Single)):
+        return Single(*numbers)
+    *sizes, pingpong, group = numbers
+    return Config(*sizes, pingpong=bool(pingpong), group=group)
+
+
+def unwalked(config: Config | Single) -> Config | Single:
+    """The configuration, however its tiles are walked: the instance of the kernel."""
+    return replace(config, group=8) if isinstance(config, Config) else config
 
 
 @functools.cache

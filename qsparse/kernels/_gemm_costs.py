@@ -1,0 +1,60 @@
+"""How long a product should take by a configuration that was not timed at its shape: a line through other shapes.
+
+    us = fixed + rounds * (round + steps * step + ragged * ragged_round) + megabytes * megabyte
+
+A configuration has tiles of ``bm x bn``, clusters of ``cm * cn * split`` blocks, and K divided by ``split``. The five
+constants of each are fitted to what it took at the shapes of the tuning table, and a K step is 128 bytes of each row,
+which cost about the same in any dtype.
+"""
+
+from __future__ import annotations
+
+from dataclasses import astuple, dataclass
+from typing import Protocol
+
+STEP = 128  # bytes of K that a pipeline stage holds of each row
+
+
+class Tiles(Protocol):
+    """What a configuration says of its work."""
+
+    bm: int
+    bn: int
+    cm: int
+    cn: int
+    split: int
+
+    @property
+    def cluster(self) -> int:
+        """Blocks that belong together."""
+
+
+@dataclass(frozen=True)
+class Costs:
+    """Of one configuration, in microseconds: the constants of the line, in the order of ``terms``."""
+
+    fixed: float
+    round: float
+    step: float
+    ragged_round: float
+    megabyte: float
+
+    def us(self, config: Tiles, m: int, n: int, row_bytes: int, out_bytes: int, multiprocessors: int) -> float:
+        """What the product should take; the arguments are those of ``terms``."""
+        found = terms(config, m, n, row_bytes, out_bytes, multiprocessors)
+        return sum(cost * count for cost, count in zip(astuple(self), found, strict=True))
+
+
+def terms(config: Tiles, m: int, n: int, row_bytes: int, out_bytes: int, multiprocessors: int) -> tuple[float, ...]:
+    """How often each of the constants counts.
+
+    ``row_bytes`` are those of a row of x (M, K) and of w (N, K), ``out_bytes`` those of an element of y (M, N).
+    Rounds are the tiles that the busiest blocks have. Ragged are rows of y that are no whole pieces of 16 bytes, as
+    the copy engine takes them. Megabytes are what has to be read and written at least.
+    """
+    tiles = -(-m // (config.bm * config.cm)) * -(-n // (config.bn * config.cn))
+    rounds = -(-tiles // (multiprocessors // config.cluster))
+    steps = -(-row_bytes // (STEP * config.split))
+    ragged = n * out_bytes % 16 > 0
+    megabytes = ((m + n) * row_bytes + m * n * out_bytes) / 1e6
+    return 1, rounds, rounds * steps, rounds * ragged, megabytes
