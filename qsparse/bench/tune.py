@@ -31,11 +31,18 @@ from qsparse.kernels._gemm_costs import Costs, terms
 from qsparse.kernels._gemm_sm90_configs import label, labelled, unwalked
 from qsparse.measure import environment
 
-MODULES = {"float16": "_gemm_sm90", "bfloat16": "_gemm_sm90", "int8": "_gemm_int8_sm90"}
+MODULES = {
+    "float16": "_gemm_sm90",
+    "bfloat16": "_gemm_sm90",
+    "float32": "_gemm_sm90",  # as tf32
+    "int8": "_gemm_int8_sm90",
+}
 DTYPES = tuple(MODULES)
+_ITEM_BYTES = {"float16": (2, 2), "bfloat16": (2, 2), "float32": (4, 4), "int8": (1, 2)}  # of operands, of outputs
+_CHECKED_AS = {"float32": "tf32", "int8": "bfloat16"}  # the tolerance of the outputs, where it is another dtype's
 _REPETITIONS = 50
 _KEY = ("gpu", "dtype", "layout", "shape")
-_COSTS_KEY = ("gpu", "dtype", "config")
+_COSTS_KEY = ("gpu", "dtype", "layout", "config")
 _ENOUGH = 2 * len(dataclasses.fields(Costs))  # shapes behind the constants of a configuration
 
 
@@ -67,9 +74,9 @@ def tune(
     date, commit, torch, cuda}. An entry replaces an older one of the same gpu, dtype, layout and shape; the file is
     replaced whole after each product, so an interrupted run keeps what it found.
 
-    The costs are fitted to all times of the table that are of this gpu and dtype, old and new, and written beside it
-    (`costs_of`), a list of {gpu, dtype, config, costs (see `Costs`), shapes (how many), error (the root mean square of
-    the relative one)}.
+    The costs are fitted to all times of the table that are of this gpu, old and new, and written beside it
+    (`costs_of`), a list of {gpu, dtype, layout, config (its label), costs (see `Costs`), shapes (how many), error (the
+    root mean square of the relative one)}.
 
     Raises UserError without a GPU, or for a dtype that is not tuned.
     """
@@ -78,8 +85,9 @@ def tune(
         raise UserError("--tune times kernels of the GPU, and this runs on the CPU: run it on the card to tune for")
     if untuned := [dtype for dtype in dtypes if dtype not in DTYPES]:
         raise UserError(f"--tune with --dtype {untuned[0]}: only {', '.join(DTYPES)} have a table")
-    if "int8" in dtypes and layouts != ("nt",):
-        raise UserError("--tune with --dtype int8: the tensor cores read int8 in layout nt only")
+    for dtype in ("int8", "float32"):
+        if dtype in dtypes and layouts != ("nt",):
+            raise UserError(f"--tune with --dtype {dtype}: the tensor cores read {dtype} in layout nt only")
     modules = {dtype: importlib.import_module(f"qsparse.kernels.{MODULES[dtype]}") for dtype in dtypes}
     table = table or Path(modules[dtypes[0]].TABLE)
     where = environment(device)
@@ -87,13 +95,19 @@ def tune(
     for dtype in dtypes:
         for layout in layouts:
             for shape in tuple(shapes) or GPU_TUNED:
+                if not _aligned(shape, dtype, layout):
+                    say(
+                        f"{dtype} {layout} {list(shape)}: left out, for rows off 16-byte boundaries have another kernel"
+                    )
+                    continue
                 entry = _fastest(modules[dtype], shape, dtype, layout, device, where, repetitions)
                 best = f"{entry['us']} µs by {entry['config']}, {len(entry['times'])} right"
                 say(f"{dtype} {layout} {entry['shape']}: {best}")
                 entries.append(entry)
                 write_entries(table, [entry])
+    if table.exists():
         measured = [each for each in json.loads(table.read_text()) if each["gpu"] == where["gpu"]]
-        write_entries(costs_of(table), fit([each for each in measured if each["dtype"] == dtype]), _COSTS_KEY)
+        write_entries(costs_of(table), fit(measured), _COSTS_KEY)
     return Tuned(entries, table)
 
 
@@ -103,7 +117,7 @@ def costs_of(table: Path) -> Path:
 
 
 def fit(entries: list[dict]) -> list[dict]:
-    """The costs of each configuration that has been timed at shapes enough, from a table's entries of a GPU and dtype.
+    """The costs of each configuration that was timed at shapes enough, by gpu, dtype and layout of a table's entries.
 
     They are the constants, none below 0, with the least sum of squared relative errors.
     """
@@ -111,31 +125,31 @@ def fit(entries: list[dict]) -> list[dict]:
 
     points: dict = {}
     for entry in entries:
-        m, n, k = entry["shape"]
-        size = 1 if entry["dtype"] == "int8" else 2
+        (m, n, k), (item_bytes, out_bytes) = entry["shape"], _ITEM_BYTES[entry["dtype"]]
         best: dict = {}
         for text, us in entry.get("times", {}).items():  # an entry of older times has none
             config = unwalked(labelled(text))
             best[config] = min(us, best.get(config, us))
         for config, us in best.items():
-            counts = terms(config, m, n, k * size, 2, entry["multiprocessors"])
-            points.setdefault(config, []).append([count / us for count in counts])
+            counts = terms(config, m, n, k * item_bytes, out_bytes, entry["multiprocessors"])
+            rows = points.setdefault((entry["gpu"], entry["dtype"], entry["layout"], label(config)), [])
+            rows.append([count / us for count in counts])
     found = []
-    for config, rows in points.items():
-        if len(rows) < _ENOUGH:
-            continue
-        constants, residual = nnls(np.array(rows), np.ones(len(rows)))
-        found.append(
-            {
-                "gpu": entries[0]["gpu"],
-                "dtype": entries[0]["dtype"],
-                "config": label(config),
-                "costs": dataclasses.asdict(Costs(*(round(float(constant), 4) for constant in constants))),
-                "shapes": len(rows),
-                "error": round(residual / len(rows) ** 0.5, 4),
-            }
-        )
+    for key, rows in points.items():
+        if len(rows) >= _ENOUGH:
+            constants, residual = nnls(np.array(rows), np.ones(len(rows)))
+            costs = dataclasses.asdict(Costs(*(round(float(constant), 4) for constant in constants)))
+            error = round(float(residual) / len(rows) ** 0.5, 4)
+            found.append(
+                dict(zip(_COSTS_KEY, key, strict=True)) | {"costs": costs, "shapes": len(rows), "error": error}
+            )
     return found
+
+
+def _aligned(shape: Shape, dtype: str, layout: str) -> bool:
+    """Whether all rows of both operands, in memory, start on 16-byte boundaries."""
+    _, n, k = shape
+    return all(width * _ITEM_BYTES[dtype][0] % 16 == 0 for width in ((k,) if layout == "nt" else (n, k)))
 
 
 def _fastest(
@@ -146,7 +160,7 @@ def _fastest(
     (m, k), n = a.shape, b.shape[0]
     configs = {label(config): config for config in face.candidates(m, n, k, a.dtype, layout, device)}
     reference = product_reference(a, b)
-    tolerance = TOLERANCES["bfloat16" if dtype == "int8" else dtype]  # of the outputs
+    tolerance = TOLERANCES[_CHECKED_AS.get(dtype, dtype)]
     contenders = {
         name: Contender(Call(functools.partial(face.run, config, a, b, None, False)), reference, tolerance)
         for name, config in configs.items()

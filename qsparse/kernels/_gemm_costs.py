@@ -1,10 +1,10 @@
 """How long a product should take by a configuration that was not timed at its shape: a line through other shapes.
 
-    us = fixed + rounds * (round + steps * step + ragged * ragged_round) + megabytes * megabyte
+    us = fixed + rounds * (steps * step + out_bytes * (store + ragged * ragged_store)) + megabytes * megabyte
 
 A configuration has tiles of ``bm x bn``, clusters of ``cm * cn * split`` blocks, and K divided by ``split``. The five
-constants of each are fitted to what it took at the shapes of the tuning table, and a K step is 128 bytes of each row,
-which cost about the same in any dtype.
+constants of each are fitted to what it took at the shapes of the tuning table. A step is 128 bytes of K, which cost
+about the same in any dtype.
 """
 
 from __future__ import annotations
@@ -34,9 +34,9 @@ class Costs:
     """Of one configuration, in microseconds: the constants of the line, in the order of ``terms``."""
 
     fixed: float
-    round: float
     step: float
-    ragged_round: float
+    store: float
+    ragged_store: float
     megabyte: float
 
     def us(self, config: Tiles, m: int, n: int, row_bytes: int, out_bytes: int, multiprocessors: int) -> float:
@@ -48,13 +48,13 @@ class Costs:
 def terms(config: Tiles, m: int, n: int, row_bytes: int, out_bytes: int, multiprocessors: int) -> tuple[float, ...]:
     """How often each of the constants counts.
 
-    ``row_bytes`` are those of a row of x (M, K) and of w (N, K), ``out_bytes`` those of an element of y (M, N).
-    Rounds are the tiles that the busiest blocks have. Ragged are rows of y that are no whole pieces of 16 bytes, as
-    the copy engine takes them. Megabytes are what has to be read and written at least.
+    ``row_bytes`` are those of a row of x (M, K) and of w (N, K), ``out_bytes`` those of an element of y (M, N). A round
+    is a tile of those that the busiest blocks have. Ragged are rows of y that are no whole pieces of 16 bytes, as the
+    copy engine takes them. Megabytes are what has to be read and written at least.
     """
     tiles = -(-m // (config.bm * config.cm)) * -(-n // (config.bn * config.cn))
     rounds = -(-tiles // (multiprocessors // config.cluster))
     steps = -(-row_bytes // (STEP * config.split))
     ragged = n * out_bytes % 16 > 0
     megabytes = ((m + n) * row_bytes + m * n * out_bytes) / 1e6
-    return 1, rounds, rounds * steps, rounds * ragged, megabytes
+    return 1, rounds * steps, rounds * out_bytes, rounds * out_bytes * ragged, megabytes

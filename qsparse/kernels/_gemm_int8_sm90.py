@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass
 
 import torch
 
@@ -54,9 +54,7 @@ CONFIGS = (
 # Other outputs, and unsigned activations, are compiled for fewer shapes; these serve all sizes well enough.
 FEW = (CONFIGS[0], CONFIGS[8], CONFIGS[9], CONFIGS[10])
 _BYTE = (CONFIGS[0], CONFIGS[8], CONFIGS[10])  # a panel of 8-bit outputs is 128 columns wide
-_DEEP = CONFIGS[3]  # of large products the fastest where K is long (an H200, 10,000 rows by 1,024 and 4,096 columns)
-_LAYER = (CONFIGS[1], _DEEP)  # and these, where one int8 layer of a network feeds another
-_BY_TABLE = (*_LAYER, CONFIGS[-1])  # counting tiles does not lead to these
+_LAYER = (CONFIGS[1], CONFIGS[3])  # and these, where one int8 layer of a network feeds another
 _HALVES = (torch.float16, torch.bfloat16)
 
 
@@ -92,9 +90,7 @@ def candidates(
     m: int, n: int, k: int, x: torch.dtype = torch.int8, layout: str = "nt", device=None, out: torch.dtype = _HALVES[1]
 ) -> list[Config]:
     """Every configuration worth timing at a shape (the layout is always nt, and all devices alike)."""
-    fitting = [c for c in configs(x, out) if c.split * _STEP <= max(k, _STEP)]
-    groups = (8, 16) if m > 8 * 128 else (8,)
-    return [Config(**{**asdict(c), "group": g}) for c in fitting for g in groups]
+    return float_configs.walked((c for c in configs(x, out) if c.split * _STEP <= max(k, _STEP)), m)
 
 
 def run(config: Config | None, x, w, bias, relu: bool) -> torch.Tensor:
@@ -105,26 +101,11 @@ def run(config: Config | None, x, w, bias, relu: bool) -> torch.Tensor:
 
 
 def choose(m: int, n: int, k: int, x: torch.dtype, out: torch.dtype, gpu: str, sms: int) -> Config:
-    """The configuration of the nearest measured shape, if it is compiled for these types; else by counting tiles."""
-    built = configs(x, out)
-    near = float_configs.nearest(m, n, k, ((gpu, "int8", "nt"), ("NVIDIA H200", "int8", "nt")))
-    if near is not None and replace(near, group=8) in built:
-        return near
-    return _by_tiles(m, n, k, out, built, sms)
-
-
-def _by_tiles(m: int, n: int, k: int, out: torch.dtype, built: tuple[Config, ...], sms: int) -> Config:
-    """The biggest tile that gives most multiprocessors one; where none does, a small one with K divided."""
-    if n <= 64 and -(-m // 64) >= sms and out.itemsize > 1:  # a head, of whose tiles most is for nothing
-        return CONFIGS[10] if k >= 2048 else CONFIGS[9]
-    deep = k >= 1024 or (out.itemsize == 1 and k >= 512)
-    if deep and _DEEP in built and -(-m // _DEEP.bm) * -(-n // _DEEP.bn) >= 4 * sms:
-        return _DEEP
-    whole = tuple(c for c in built if c.split == 1 and c not in _BY_TABLE)
-    config = float_configs.biggest(whole, m, n, sms)
-    tiles = -(-m // config.bm) * -(-n // config.bn)
-    divided = [c for c in built if c.split > 1 and c.split * 2 * _STEP <= k and tiles * c.split <= 2 * sms]
-    return max(divided, key=lambda c: c.split) if config is whole[-1] and tiles < sms / 2 and divided else config
+    """The fastest configuration of this very shape, if that is compiled for these types; else the one of least cost."""
+    measured = float_configs.table().get((gpu, "int8", "nt"), {}).get((m, n, k))
+    if measured is not None and float_configs.unwalked(measured) in configs(x, out):
+        return measured
+    return float_configs.fastest(candidates(m, n, k, x, out=out), m, n, k, x, out, gpu, sms)
 
 
 @dataclass(frozen=True, eq=False)

@@ -13,6 +13,7 @@ import torch
 
 from qsparse.kernels import _gemm_single_sm90
 from qsparse.kernels._face import matrix
+from qsparse.kernels._gemm_costs import STEP
 from qsparse.kernels._gemm_single_sm90 import Single
 from qsparse.kernels._gemm_sm90_configs import (
     APPLY_MASK,
@@ -22,7 +23,6 @@ from qsparse.kernels._gemm_sm90_configs import (
     NO_MAP,
     NO_MASK,
     SPLIT,
-    STEP,
     TABLE,
     TF32,
     WRITE_MASK,
@@ -30,8 +30,11 @@ from qsparse.kernels._gemm_sm90_configs import (
     biggest,
     candidates,
     choose,
+    fastest,
     grid,
+    layout_of,
     output_map,
+    walked,
 )
 from qsparse.kernels._load import Launch, launch, multiprocessors, prepare, tensor_map
 
@@ -142,10 +145,12 @@ class _Plan:
 @functools.lru_cache(maxsize=4096)
 def _plan(device, m, n, k, ldx, ldw, dtype, out, x_k, w_k, mask_mode, relu, accumulate, y_offset, config) -> _Plan:
     name, sms = multiprocessors(device)
-    if config is None and out == dtype != torch.float32 and mask_mode == NO_MASK:
+    if config is None and dtype == torch.float32:
+        config = biggest(TF32, m, n, sms)
+    elif config is None and out == dtype and mask_mode == NO_MASK:
         config = choose(m, n, k, dtype, x_k, w_k, name, sms)
     elif config is None:
-        config = biggest(TF32 if dtype == torch.float32 else FEW, m, n, sms)
+        config = fastest(walked(FEW, m), m, n, k, dtype, out, name, sms, layout_of(x_k, w_k))
     step = STEP // dtype.itemsize
     flags = (_RELU if relu else 0) | (_ACCUMULATE if accumulate else 0) | _pairs(out, n, y_offset)
     x_map = (dtype, m, k, ldx, (config.bm // config.cn, step)) if x_k else (dtype, k, m, ldx, (64, 64))

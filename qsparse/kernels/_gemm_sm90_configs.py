@@ -1,27 +1,29 @@
 """The instances of ``gemm_sm90.cu``, and which one, or which of ``gemm_single_sm90.cu``, suits a shape.
 
-The choice comes from the tuning table, ``gemm_sm90.json``, which ``qsparse bench gemm --tune`` writes: that of the
-nearest measured shape of the same GPU, dtype and layout. On a card without measurements the H200's serve.
+A shape of the tuning table, ``gemm_sm90.json``, takes the configuration that was the fastest there; any other the one
+that should be by the costs of each, ``gemm_sm90_costs.json`` (:mod:`qsparse.kernels._gemm_costs`). ``qsparse bench gemm
+--tune`` writes both. On a card without measurements the H200's costs serve.
 """
 
 from __future__ import annotations
 
 import functools
 import json
-import math
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from qsparse.kernels import _gemm_single_sm90
 from qsparse.kernels._face import C_FLOATS
+from qsparse.kernels._gemm_costs import STEP, Costs
 from qsparse.kernels._gemm_single_sm90 import Single
 
 TABLE = Path(__file__).with_name("gemm_sm90.json")
+COSTS = TABLE.with_name("gemm_sm90_costs.json")
 SHARED_LIMIT = 227 * 1024
-STEP = 128  # bytes of K that a pipeline stage holds of each row
 NO_MASK, WRITE_MASK, APPLY_MASK = 0, 1, 2  # enum Mask of the kernel
 NO_MAP = bytes(128)  # in place of a tensor map that is not used
 _BOOL = ("false", "true")
@@ -108,13 +110,14 @@ CONFIGS = (
     Config(64, 64, 1, 4, split=4, panels=1),
     Config(64, 128, 1, 4, split=4),
 )
-_GROUPS = (8, 16)
 # float32 operands: tf32 takes the first two of the big tiles; two sets of sums, for the split ones, need small tiles.
 TF32 = (Config(128, 256, 2, 4, cm=2, panels=1), Config(128, 128, 2, 6), Config(64, 128, 1, 7))
 SPLIT = (Config(128, 128, 2, 6, cm=2), Config(128, 128, 2, 6), Config(64, 64, 1, 8))
 # Outputs in float32 and masks are compiled for fewer shapes; these serve all sizes well enough.
 FEW = (CONFIGS[0], CONFIGS[5], CONFIGS[7])
 _16_BIT = (torch.float16, torch.bfloat16)
+_H200 = "NVIDIA H200"
+_MEASURED = {1: "int8", 2: "float16", 4: "float32"}  # the dtype that stands for all of its size
 
 
 def _instances() -> Iterable[str]:
@@ -132,12 +135,13 @@ def _instances() -> Iterable[str]:
 INSTANCES = tuple(_instances())
 
 
-def candidates(m: int, n: int, k: int, dtype, layout: str, device) -> list[Config | Single]:
+def candidates(m: int, n: int, k: int, dtype, layout: str, device=None) -> list[Config | Single]:
     """Every configuration worth timing at a shape; ``layout`` is nt, nn, tn or tt (x then w, t: transposed)."""
+    if dtype == torch.float32:  # as tf32, in layout nt
+        return walked(TF32, m)
     x_k, w_k = k_major(layout)
-    groups = _GROUPS if m > 8 * 128 else _GROUPS[:1]
-    walked = [Config(**{**asdict(c), "group": g}) for c in CONFIGS if c.reads(x_k, w_k) for g in groups]
-    return walked + [c for c in _gemm_single_sm90.CONFIGS if c.reads(x_k, w_k) and c.suits(m, n, k)]
+    single = [c for c in _gemm_single_sm90.CONFIGS if c.reads(x_k, w_k) and c.suits(m, n, k)]
+    return walked((c for c in CONFIGS if c.reads(x_k, w_k)), m) + single
 
 
 def k_major(layout: str) -> tuple[bool, bool]:
@@ -145,7 +149,7 @@ def k_major(layout: str) -> tuple[bool, bool]:
     return layout[0] == "n", layout[1] == "t"
 
 
-def _layout(x_k: bool, w_k: bool) -> str:
+def layout_of(x_k: bool, w_k: bool) -> str:
     return ("n" if x_k else "t") + ("t" if w_k else "n")
 
 
@@ -169,42 +173,49 @@ def unwalked(config: Config | Single) -> Config | Single:
 
 
 @functools.cache
-def table() -> dict[tuple[str, str, str], list[tuple[tuple[int, int, int], Config | Single]]]:
-    """The measured best configurations by (gpu, dtype, layout); every row is validated as it is read."""
-    rows: dict = {}
-    for row in json.loads(TABLE.read_text()) if TABLE.exists() else ():
-        key = row["gpu"], row["dtype"], row["layout"]
+def table() -> dict[tuple[str, str, str], dict[tuple[int, int, int], Config | Single]]:
+    """The fastest configuration by (gpu, dtype, layout) and shape; every row is validated as it is read."""
+    found: dict = {}
+    for row in json.loads(TABLE.read_text()):
         kind = Config if "group" in row["config"] else Single
-        rows.setdefault(key, []).append((tuple(row["shape"]), kind(**row["config"])))
-    return rows
+        shapes = found.setdefault((row["gpu"], row["dtype"], row["layout"]), {})
+        shapes[tuple(row["shape"])] = kind(**row["config"])
+    return found
+
+
+@functools.cache
+def all_costs() -> dict[tuple[str, str, str], dict[Config | Single, Costs]]:
+    """What each configuration costs, by (gpu, dtype, layout)."""
+    found: dict = {}
+    for row in json.loads(COSTS.read_text()):
+        costs = found.setdefault((row["gpu"], row["dtype"], row["layout"]), {})
+        costs[labelled(row["config"])] = Costs(**row["costs"])
+    return found
 
 
 @functools.lru_cache(maxsize=65536)
 def choose(m: int, n: int, k: int, dtype: torch.dtype, x_k: bool, w_k: bool, gpu: str, sms: int) -> Config | Single:
-    """The configuration of the nearest measured shape, by the product of the three sizes' ratios."""
-    name, layout = str(dtype).removeprefix("torch."), _layout(x_k, w_k)
-    keys = (gpu, name, layout), (gpu, "float16", layout), ("NVIDIA H200", "float16", "nt")
-
-    def usable(config: Config | Single) -> bool:
-        return config.reads(x_k, w_k) and config.suits(m, n, k)
-
-    return nearest(m, n, k, keys, usable) or biggest(FEW, m, n, sms)
+    """The configuration of a product whose output has the operands' dtype."""
+    layout = layout_of(x_k, w_k)
+    for name in (str(dtype).removeprefix("torch."), _MEASURED[dtype.itemsize]):
+        if measured := table().get((gpu, name, layout), {}).get((m, n, k)):
+            return measured
+    return fastest(candidates(m, n, k, dtype, layout), m, n, k, dtype, dtype, gpu, sms, layout)
 
 
-def nearest(m: int, n: int, k: int, keys, usable: Callable = lambda config: True) -> Config | Single | None:
-    """The configuration of the nearest measured shape under the first of the table's keys that has one near enough."""
-    for key in keys:
-        near = [(math.dist(_log(shape), _log((m, n, k))), config) for shape, config in table().get(key, ())]
-        near = [(far, config) for far, config in near if usable(config)]
-        if near:
-            far, config = min(near, key=lambda pair: pair[0])
-            if far < 4:  # within a factor of four in each of two directions, say; beyond it, count tiles
-                return config
-    return None
+def fastest(configs: Iterable[Any], m: int, n: int, k: int, dtype, out, gpu: str, sms: int, layout: str = "nt") -> Any:
+    """The configuration that should take the least time by what was measured on this GPU, or else on an H200."""
+    name = _MEASURED[dtype.itemsize]
+    keys = ((card, name, each) for card in (gpu, _H200) for each in (layout, "nt"))
+    costs = next(found for key in keys if (found := all_costs().get(key)))
+    known = [config for config in configs if unwalked(config) in costs]
+    return min(known, key=lambda c: costs[unwalked(c)].us(c, m, n, k * dtype.itemsize, out.itemsize, sms))
 
 
-def _log(shape: tuple[int, int, int]) -> list[float]:
-    return [math.log2(size) for size in shape]
+def walked(configs: Iterable[Config], m: int) -> list[Config]:
+    """The configurations with each worth-while way to walk the tiles, the better one, where there are many, first."""
+    groups = (16, 8) if m > 8 * 128 else (8,)
+    return [replace(config, group=group) for config in configs for group in groups]
 
 
 def biggest(configs: tuple[Config, ...], m: int, n: int, sms: int) -> Config:
