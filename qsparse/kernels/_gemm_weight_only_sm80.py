@@ -208,9 +208,11 @@ def choose(
     """The tile and the split of K with the least time by a rough model of one multiprocessor; only the order counts.
 
     A multiprocessor reads so many bytes a nanosecond while enough are in flight and eight warps take them apart, those
-    of x, which L2 holds, four times as fast. On an H200 it chooses the best of what was measured, or nearly.
+    of x, which L2 holds, four times as fast. A round of blocks costs its start and its stores besides. On an H200 it
+    chooses the best of what was measured, or nearly.
     """
-    BANDWIDTH, IN_FLIGHT, WARPS, SUM, RESERVED = 32.0, 48 * 1024, 8, 2000.0, 1024  # bytes/ns, bytes, -, ns, bytes
+    BANDWIDTH, IN_FLIGHT, WARPS, RESERVED = 32.0, 48 * 1024, 8, 1024  # bytes/ns, bytes, -, bytes
+    ROUND, SUM = 500.0, 2000.0  # ns
 
     def time(candidate: tuple[Config, int]) -> float:
         config, split = candidate
@@ -223,7 +225,7 @@ def choose(
         share = math.ceil(math.ceil(k / config.bk) / split)
         second = SUM + 8 * split * m * n / (BANDWIDTH * multiprocessors) if split > 1 else 0.0
         slice_bytes = config.slice_bytes + config.bm * config.bk * 2 / 4
-        return math.ceil(blocks / resident) * together * share * slice_bytes / rate + second
+        return math.ceil(blocks / resident) * (together * share * slice_bytes / rate + ROUND) + second
 
     fitting = [config for config in CONFIGS if config.bits == bits and config.shared <= shared_limit]
     enough = min((config.bm for config in fitting if config.bm >= m), default=max(config.bm for config in fitting))

@@ -192,6 +192,13 @@ def test_a_tile_for_every_shape_on_every_gpu(gpu, bits):
             assert 1 <= split <= max(1, -(-k // config.bk))
 
 
+def test_where_there_are_tiles_enough_k_is_not_divided_into_single_slices():
+    """A block that reads one slice takes longer to start and to store than to read."""
+    for m, n, k in ((1, 13824, 5120), (1, 11008, 4096), (8, 5120, 8192), (16, 5120, 11008)):
+        config, split = _gemm_weight_only_sm80.choose(8, m, n, k, *GPUS["9.0"])
+        assert -(-k // config.bk) // split >= 2
+
+
 def test_tiles_that_the_kernel_does_not_have_are_refused():
     for wrong in (
         (5, 16, 4, 2, 2, 256, 2),
