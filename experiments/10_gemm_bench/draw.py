@@ -14,8 +14,9 @@ from qsparse.bench.harness import geometric_mean
 
 HERE = Path(__file__).parent
 ROWS, README, FIGURE = HERE / "rows.jsonl", HERE / "README.md", HERE / "figure.png"
-COUNTERS = HERE / "counters.jsonl"
+COUNTERS, UNSEEN = HERE / "counters.jsonl", HERE / "unseen.jsonl"
 BEGIN, END = "<!-- tables: written by draw.py -->", "<!-- end of the tables -->"
+BEGIN_UNSEEN, END_UNSEEN = "<!-- unseen: written by draw.py -->", "<!-- end of the unseen -->"
 BEGIN_COUNTERS, END_COUNTERS = "<!-- counters: written by draw.py -->", "<!-- end of the counters -->"
 # What is set against what: dtype, float32's precision, epilogue, and the peer that a user would call.
 GROUPS = {
@@ -61,6 +62,19 @@ def tables(rows: list[dict]) -> str:
             lines.append(f"| {', '.join(map(str, shape))} | " + " | ".join(f"{error:.1e}" for error in errors) + " |")
     lines += ["", *_epilogues(groups), *_sm80(rows), ""]
     return "\n".join([*lines, _where(rows)])
+
+
+def unseen(rows: list[dict]) -> str:
+    """What `unseen.py` measured: ratios by shape, and their geometric means."""
+    groups = {name: members for name, members in grouped(rows).items() if members}
+    lines = [f"| M, N, K | {' | '.join(f'{name}, by {GROUPS[name][3]}' for name in groups)} |"]
+    lines.append("| --- |" + " ---: |" * len(groups))
+    for shape in dict.fromkeys(tuple(row["shape"]) for row in rows):
+        cells = (_cell(members.get(shape)) for members in groups.values())
+        lines.append(f"| {', '.join(map(str, shape))} | {' | '.join(cells)} |")
+    means = (geometric_mean(row["ratio"] for row in members.values() if row["ratio"]) for members in groups.values())
+    lines.append("| **geometric mean** | " + " | ".join(f"**{mean:.3f}**" for mean in means) + " |")
+    return "\n".join([*lines, "", _where(rows)])
 
 
 def _epilogues(groups: dict[str, dict[tuple, dict]]) -> list[str]:
@@ -163,6 +177,8 @@ def main() -> int:
         return 2
     rows = [json.loads(line) for line in ROWS.read_text().splitlines()]
     _write(BEGIN, tables(rows), END)
+    if UNSEEN.exists():
+        _write(BEGIN_UNSEEN, unseen([json.loads(line) for line in UNSEEN.read_text().splitlines()]), END_UNSEEN)
     if COUNTERS.exists():
         _write(BEGIN_COUNTERS, counters([json.loads(line) for line in COUNTERS.read_text().splitlines()]), END_COUNTERS)
     draw(rows)

@@ -8,6 +8,9 @@ from pathlib import Path
 
 import pytest
 
+from qsparse.bench.shapes import GPU_TUNED
+from qsparse.kernels._gemm_sm90 import TABLE
+
 HERE = Path(__file__).resolve().parents[2] / "experiments" / "10_gemm_bench"
 
 
@@ -38,6 +41,16 @@ def lines_of(path):
 
 def test_the_tables_are_those_of_the_rows(draw):
     assert between(draw, draw.BEGIN, draw.END) == draw.tables(lines_of(draw.ROWS))
+
+
+def test_the_unseen_are_in_no_table_and_as_measured(draw):
+    shapes = load("unseen").SHAPES
+    assert not set(shapes) & set(GPU_TUNED)
+    assert not any(tuple(entry["shape"]) in shapes for entry in json.loads(TABLE.read_text()))
+    if draw.UNSEEN.exists():
+        rows = lines_of(draw.UNSEEN)
+        assert {tuple(row["shape"]) for row in rows} == set(shapes)
+        assert between(draw, draw.BEGIN_UNSEEN, draw.END_UNSEEN) == draw.unseen(rows)
 
 
 def test_the_counters_are_those_that_were_read(draw):
