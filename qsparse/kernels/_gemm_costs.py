@@ -2,9 +2,9 @@
 
     us = fixed + rounds * (steps * step + out_bytes * (store + ragged * ragged_store)) + megabytes * megabyte
 
-A configuration has tiles of ``bm x bn``, clusters of ``cm * cn * split`` blocks, and K divided by ``split``. The five
-constants of each are fitted to what it took at the shapes of the tuning table. A step is 128 bytes of K, which cost
-about the same in any dtype.
+A configuration has clusters of blocks, each with a tile of y, and K divided by ``split``. The five constants of each
+are fitted to what it took at the shapes of the tuning table. A step is 128 bytes of K, which cost about the same in any
+dtype.
 """
 
 from __future__ import annotations
@@ -18,15 +18,14 @@ STEP = 128  # bytes of K that a pipeline stage holds of each row
 class Tiles(Protocol):
     """What a configuration says of its work."""
 
-    bm: int
-    bn: int
-    cm: int
-    cn: int
     split: int
 
     @property
     def cluster(self) -> int:
         """Blocks that belong together."""
+
+    def tiles(self, m: int, n: int) -> int:
+        """Tiles of whole clusters."""
 
 
 @dataclass(frozen=True)
@@ -52,8 +51,7 @@ def terms(config: Tiles, m: int, n: int, row_bytes: int, out_bytes: int, multipr
     is a tile of those that the busiest blocks have. Ragged are rows of y that are no whole pieces of 16 bytes, as the
     copy engine takes them. Megabytes are what has to be read and written at least.
     """
-    tiles = -(-m // (config.bm * config.cm)) * -(-n // (config.bn * config.cn))
-    rounds = -(-tiles // (multiprocessors // config.cluster))
+    rounds = -(-config.tiles(m, n) // (multiprocessors // config.cluster))
     steps = -(-row_bytes // (STEP * config.split))
     ragged = n * out_bytes % 16 > 0
     megabytes = ((m + n) * row_bytes + m * n * out_bytes) / 1e6

@@ -24,10 +24,8 @@ from qsparse.kernels._gemm_sm90_configs import (
     NO_MASK,
     SPLIT,
     TABLE,
-    TF32,
     WRITE_MASK,
     Config,
-    biggest,
     candidates,
     choose,
     fastest,
@@ -145,9 +143,7 @@ class _Plan:
 @functools.lru_cache(maxsize=4096)
 def _plan(device, m, n, k, ldx, ldw, dtype, out, x_k, w_k, mask_mode, relu, accumulate, y_offset, config) -> _Plan:
     name, sms = multiprocessors(device)
-    if config is None and dtype == torch.float32:
-        config = biggest(TF32, m, n, sms)
-    elif config is None and out == dtype and mask_mode == NO_MASK:
+    if config is None and out == dtype and mask_mode == NO_MASK:
         config = choose(m, n, k, dtype, x_k, w_k, name, sms)
     elif config is None:
         config = fastest(walked(FEW, m), m, n, k, dtype, out, name, sms, layout_of(x_k, w_k))
@@ -179,7 +175,7 @@ def launch_split(x, ldx: int, w, ldw: int, bias, y, *, relu: bool = False, alpha
     """The same for float32 ``x (M, K)`` and ``w (N, K)``, both K-major, as three products of halves (gemm_split.cu)."""
     (m, k), n = x.shape, w.shape[0]
     sms = multiprocessors(x.device.index)[1]
-    config = biggest(SPLIT, m, n, sms)
+    config = SPLIT[0] if SPLIT[1].tiles(m, n) > sms else SPLIT[1]
     x_parts, x_scale = _split(x, ldx)
     w_parts, w_scale = _split(w, ldw)
     maps = [

@@ -80,6 +80,10 @@ class Config:
         """Whether the cluster can divide loads of operands that lie this way (64-wide boxes where not K-major)."""
         return (x_k or self.bm // self.cn % 64 == 0) and (w_k or self.bn // self.cm % 64 == 0)
 
+    def tiles(self, m: int, n: int) -> int:
+        """Tiles of whole clusters."""
+        return -(-m // (self.bm * self.cm)) * -(-n // (self.bn * self.cn))
+
     def suits(self, m: int, n: int, k: int) -> bool:
         """Any shape: where K is short, some blocks of a split add nothing."""
         return True
@@ -112,7 +116,7 @@ CONFIGS = (
 )
 # float32 operands: tf32 takes the first two of the big tiles; two sets of sums, for the split ones, need small tiles.
 TF32 = (Config(128, 256, 2, 4, cm=2, panels=1), Config(128, 128, 2, 6), Config(64, 128, 1, 7))
-SPLIT = (Config(128, 128, 2, 6, cm=2), Config(128, 128, 2, 6), Config(64, 64, 1, 8))
+SPLIT = (Config(128, 128, 2, 6, cm=2), Config(64, 64, 1, 8))  # the second where its tiles leave no second round
 # Outputs in float32 and masks are compiled for fewer shapes; these serve all sizes well enough.
 FEW = (CONFIGS[0], CONFIGS[5], CONFIGS[7])
 _16_BIT = (torch.float16, torch.bfloat16)
@@ -218,12 +222,6 @@ def walked(configs: Iterable[Config], m: int) -> list[Config]:
     return [replace(config, group=group) for config in configs for group in groups]
 
 
-def biggest(configs: tuple[Config, ...], m: int, n: int, sms: int) -> Config:
-    """The first, that is the biggest tile, that still gives most multiprocessors one; else the last."""
-    fills = (c for c in configs if -(-m // c.bm) * -(-n // c.bn) >= 0.75 * sms)
-    return next(fills, configs[-1])
-
-
 def output_map(config: Config, out: torch.dtype, m: int, n: int, y_offset: int) -> tuple | None:
     """What ``tensor_map`` needs besides the address of y (M, N); None where the copy engine cannot store it."""
     if config.split > 1 or n * out.itemsize % 16 or y_offset:
@@ -233,6 +231,6 @@ def output_map(config: Config, out: torch.dtype, m: int, n: int, y_offset: int) 
 
 def grid(config: Config, m: int, n: int, sms: int) -> tuple[int, int]:
     """Blocks and threads a block: all tiles at once where K is split, else as many clusters as the chip holds."""
-    tiles = -(-m // (config.bm * config.cm)) * -(-n // (config.bn * config.cn))
+    tiles = config.tiles(m, n)
     clusters = tiles if config.split > 1 else min(tiles, sms // config.cluster)
     return clusters * config.cluster, 128 * (config.consumers + 1)

@@ -22,6 +22,7 @@ LAYOUTS = [(x_k, w_k) for x_k in (True, False) for w_k in (True, False)]
 TABLE = json.loads(_gemm_sm90_configs.TABLE.read_text())
 BUILT = {
     "float16": (*_gemm_sm90_configs.CONFIGS, *_gemm_single_sm90.CONFIGS),
+    "float32": _gemm_sm90_configs.TF32,
     "int8": _gemm_int8_sm90.CONFIGS,
 }
 
@@ -37,44 +38,54 @@ def test_the_terms_of_a_product():
     assert Costs(1, 10, 100, 1000, 0).us(config, 600, 260, 800, 2, 3) == 1 + 42 * 10 + 12 * 100 + 12 * 1000
 
 
-@pytest.mark.parametrize("config", [*BUILT["float16"], *BUILT["int8"]], ids=label)
+@pytest.mark.parametrize(
+    "config", list(dict.fromkeys(config for built in BUILT.values() for config in built)), ids=label
+)
 def test_a_label_is_read_as_the_configuration(config):
     assert labelled(label(config)) == config
 
 
-@pytest.mark.parametrize("dtype", BUILT)
-def test_every_configuration_has_costs_which_are_those_of_the_times_in_the_table(dtype):
-    costs = _gemm_sm90_configs.all_costs()[H200, dtype, "nt"]
-    assert costs.keys() >= set(BUILT[dtype])
-    fitted = tune.fit([entry for entry in TABLE if (entry["gpu"], entry["dtype"]) == (H200, dtype)])
-    assert {labelled(row["config"]): Costs(**row["costs"]) for row in fitted} == costs
+def test_the_costs_are_those_of_the_times_in_the_table():
+    fitted: dict = {}
+    for row in tune.fit(TABLE):
+        fitted.setdefault((row["gpu"], row["dtype"], row["layout"]), {})[labelled(row["config"])] = Costs(
+            **row["costs"]
+        )
+    assert fitted == _gemm_sm90_configs.all_costs()
 
 
 @pytest.mark.parametrize("dtype", BUILT)
-def test_the_one_of_least_cost_is_nearly_the_fastest(dtype):
+def test_every_configuration_has_costs_in_the_layout_that_stands_for_all(dtype):
+    assert _gemm_sm90_configs.all_costs()[H200, dtype, "nt"].keys() >= set(BUILT[dtype])
+
+
+@pytest.mark.parametrize("key", _gemm_sm90_configs.all_costs(), ids=" ".join)
+def test_the_one_of_least_cost_is_nearly_the_fastest(key):
     """At the shapes where all were timed."""
     slower = []
     for entry in TABLE:
-        if entry["dtype"] == dtype and "times" in entry:
-            kind, out = (torch.int8, torch.bfloat16) if dtype == "int8" else (torch.float16, torch.float16)
-            chosen = fastest(map(labelled, entry["times"]), *entry["shape"], kind, out, H200, entry["multiprocessors"])
+        if (entry["gpu"], entry["dtype"], entry["layout"]) == key and "times" in entry:
+            dtype = getattr(torch, entry["dtype"])
+            options = (dtype, torch.bfloat16 if dtype == torch.int8 else dtype, H200, entry["multiprocessors"], key[2])
+            chosen = fastest(map(labelled, entry["times"]), *entry["shape"], *options)
             slower.append(entry["times"][label(chosen)] / min(entry["times"].values()))
     assert len(slower) > 20
-    assert max(slower) < 1.25
+    assert max(slower) < 1.4
     assert math.prod(slower) ** (1 / len(slower)) < 1.03
 
 
 def test_a_shape_of_the_table_has_the_configuration_that_was_the_fastest_there():
     for entry in TABLE:
-        config, shape = entry["config"], entry["shape"]
+        config, shape, dtype = entry["config"], entry["shape"], getattr(torch, entry["dtype"])
         config = Config(**config) if "group" in config else Single(**config)
-        if entry["dtype"] == "int8":
-            chosen = _gemm_int8_sm90.choose(*shape, torch.int8, torch.bfloat16, entry["gpu"], 132)
+        if dtype == torch.int8:
+            chosen = _gemm_int8_sm90.choose(*shape, dtype, torch.bfloat16, entry["gpu"], 132)
             assert chosen == _gemm_int8_sm90.choose(*shape, _gemm_int8_sm90.FP8, torch.float16, entry["gpu"], 132)
         else:
             layout = _gemm_sm90_configs.k_major(entry["layout"])
-            chosen = choose(*shape, torch.float16, *layout, entry["gpu"], 132)
-            assert chosen == choose(*shape, torch.bfloat16, *layout, entry["gpu"], 132)
+            chosen = choose(*shape, dtype, *layout, entry["gpu"], 132)
+            if dtype == torch.float16:
+                assert chosen == choose(*shape, torch.bfloat16, *layout, entry["gpu"], 132)
         assert chosen == config
 
 
@@ -86,6 +97,7 @@ def test_every_shape_has_a_configuration_that_can_run_it(gpu, multiprocessors):
             assert unwalked(config) in BUILT["float16"]
             assert config.suits(*shape)
             assert config.reads(x_k, w_k)
+        assert unwalked(choose(*shape, torch.float32, True, True, gpu, multiprocessors)) in BUILT["float32"]
         for x, out in itertools.product((*_gemm_int8_sm90.INPUTS, _gemm_int8_sm90.FP8), _gemm_int8_sm90.OUTPUTS):
             if x == _gemm_int8_sm90.FP8 and out not in (torch.float16, torch.bfloat16, torch.float32):
                 continue

@@ -202,9 +202,9 @@ def test_float32_precisions(device, precision, shape, normal, to_numpy):
 def test_highest_is_no_less_accurate_than_sgemm(normal):
     device = torch.device("cuda", 0)
     of_tier("sm90", device)
-    for k in (64, 256, 1024, 4096):
-        rows = 2048 * 4096 // k  # enough to multiply that it is not handed to the float32 units
-        x, w = normal(rows, k, device=device), normal(640, k, device=device)
+    # enough to multiply that it is not handed to the float32 units; of the last the small tiles leave no second round
+    for m, n, k in ((131_072, 640, 64), (32_768, 640, 256), (8192, 640, 1024), (2048, 640, 4096), (500, 1000, 1024)):
+        x, w = normal(m, k, device=device), normal(n, k, device=device)
         with _load.launched() as launches:
             kernels.gemm(x, w, precision="highest")
         assert launches[-1].startswith("gemm_sm90")
