@@ -55,12 +55,11 @@ class Stream {
     }
 
   public:
-    // The first tiles on their way, and zeros in the warp's room.
+    // The first tile on its way, and zeros in the warp's room.
     __device__ __forceinline__ Stream(const uint4* entries, const int* offsets, int count, unsigned tile)
         : entries(entries), count(count), tile(tile) {
         starts = count ? __ldg(offsets + min(lane_number(), count)) : 0;
         if (count) load(now, 0);
-        if (count > 1) load(next, 1);
         clear_tile(tile);
         __syncwarp();
     }
@@ -71,13 +70,13 @@ class Stream {
             const int start = begin_of(t), size = begin_of(t + 1) - start;
             put<false>(start, size);
             const bool more = t + 1 < count;
+            if (more) load(next, t + 1);  // not sooner: all warps' first tiles shall come first
             multiply(more);
             if (!more) break;
             __syncwarp();  // all lanes have read the tile
             put<true>(start, size);
 #pragma unroll
             for (int r = 0; r < ROUNDS; ++r) now[r] = next[r];
-            if (t + 2 < count) load(next, t + 2);
         }
     }
 };
