@@ -41,8 +41,8 @@ __device__ __forceinline__ uint4 load_shared_4(unsigned from) {
     asm volatile("ld.shared.v4.b32 {%0, %1, %2, %3}, [%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "r"(from));
     return v;
 }
-__device__ __forceinline__ void store_shared_4(unsigned to, unsigned a, unsigned b, unsigned c, unsigned d) {
-    asm volatile("st.shared.v4.b32 [%0], {%1, %2, %3, %4};" ::"r"(to), "r"(a), "r"(b), "r"(c), "r"(d) : "memory");
+__device__ __forceinline__ void store_shared_4(unsigned to, uint4 v) {
+    asm volatile("st.shared.v4.b32 [%0], {%1, %2, %3, %4};" ::"r"(to), "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w) : "memory");
 }
 
 // For each of the four blocks that a word of mask belongs to, in a byte each: how many values of the block come before
@@ -80,11 +80,22 @@ struct Counts {
     }
 };
 
+// Of a pair what is stored: bytes q of `first` and `second` have its low weight's bit and its high one's on top.
+__device__ __forceinline__ unsigned kept(unsigned first, unsigned second, int q) {
+    const unsigned sign = 8 | q, signs = sign | sign << 4 | (sign | 4) << 8 | (sign | 4) << 12;  // a byte's top bit
+    return permuted(first, second, signs);
+}
+
 // Pair i of block q, whose words start at `start` in shared memory.
 __device__ __forceinline__ unsigned pair_of(unsigned mask, const Counts& counts, int q, int i, unsigned start) {
     const unsigned word = load_shared(__dp4a(counts.before_high[i], 4u << 8 * q, start));
-    const unsigned sign = 8 | q, signs = sign | sign << 4 | (sign | 4) << 8 | (sign | 4) << 12;  // a byte's top bit
-    return word & permuted(mask << (7 - 2 * i), mask << (6 - 2 * i), signs);
+    return word & kept(mask << (7 - 2 * i), mask << (6 - 2 * i), q);
+}
+
+__device__ __forceinline__ unsigned ones_of_bytes(unsigned v) {
+    v -= v >> 1 & 0x55555555u;
+    v = (v & 0x33333333u) + (v >> 2 & 0x33333333u);
+    return v + (v >> 4) & 0x0f0f0f0fu;
 }
 
 // Start moving this warp's part of all that is read to L2, so that what is read later does not come from memory.
@@ -98,9 +109,9 @@ __device__ __forceinline__ void send_ahead(const void* from, int chunks) {
 #endif
 }
 
-// What a warp's next tile needs, on its way: its masks, and the first ROUNDS times 256 of its values.
-struct Fetched {
-    static constexpr int ROUNDS = 4;
+// What a warp's next tile needs, on its way: its masks, and the first ROUNDS times 256 of its values. TURNED: half of the
+// lanes spread out the second half of their eight values first, so that a warp's words go to all banks at once.
+template <int ROUNDS, bool TURNED> struct Fetched {
     const uint4* values;
     const unsigned* masks;
     int lane, count, offsets;  // tiles, fewer than lanes; lane i: where tile i starts, in chunks of 8
@@ -123,8 +134,11 @@ struct Fetched {
     }
 
     static __device__ __forceinline__ void store(unsigned to, uint4 v, unsigned before) {
-        store_shared_4(to, permuted(before, v.x, 0x5432), v.x, permuted(v.x, v.y, 0x5432), v.y);
-        store_shared_4(to + 16, permuted(v.y, v.z, 0x5432), v.z, permuted(v.z, v.w, 0x5432), v.w);
+        const uint4 low{permuted(before, v.x, 0x5432), v.x, permuted(v.x, v.y, 0x5432), v.y};
+        const uint4 high{permuted(v.y, v.z, 0x5432), v.z, permuted(v.z, v.w, 0x5432), v.w};
+        const bool turned = TURNED && threadIdx.x & 4;
+        store_shared_4(turned ? to + 16 : to, turned ? high : low);
+        store_shared_4(turned ? to : to + 16, turned ? low : high);
     }
 
     // Spread this tile's values out in `buffer`, and fetch the next tile.
@@ -208,7 +222,7 @@ template <typename T, int BATCH> struct FewRows {
         const int mine = strip * TILE_ROWS < N ? count : 0;
         const long long tile0 = static_cast<long long>(strip) * wide + first;
         const unsigned* const words = masks + tile0 * TILE_WORDS + lane;
-        Fetched stream(values, words, offsets + tile0, mine, lane);
+        Fetched<4, false> stream(values, words, offsets + tile0, mine, lane);
         send_ahead(values, ahead);
         if (ahead) send_ahead(masks, (N + TILE_ROWS - 1) / TILE_ROWS * wide * (TILE_WORDS / 4));
         copy_x(x, ldx, M, K, share, shared_address(shared));
@@ -307,8 +321,46 @@ spmm_bitmap_sum(const float* __restrict__ sums, const T* __restrict__ bias, O* _
     y[i] = finished<T, O>(sum, bias, static_cast<int>(i % N), relu);
 }
 
-// dense (N, ld) = w, zeros and all, for the dense product: a warp has `share` tiles, one after the other. ld is a
-// multiple of 8 elements and dense on 16 bytes, so 8 columns leave at once, beyond K as zeros.
+// dense (N, ld) = w, zeros and all, for the dense product: a warp has `share` tiles, one after the other. ld is a multiple
+// of 8 elements, so two neighbours leave at once, beyond K as zeros.
+template <typename T> struct Writer {
+    T* dense;
+    long long ld;
+    int N, lane;
+    unsigned buffer;  // where a tile's values are spread out, in shared memory
+
+    // A lane has one pair of each 64 weights, so the words that a warp reads at once lie close together, in different banks.
+    template <bool INSIDE> __device__ __forceinline__ void write(const unsigned (&mask)[2], int row0, int column0) const {
+        const int i = lane % 4;  // of the pairs of a byte of mask
+        const unsigned up_to_high = ((2u << 2 * i) - 1) * 0x01010101u;
+        unsigned start = buffer;
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+            const Counts counts(mask[half]);
+            const unsigned before = counts.before_high[0] - (mask[half] & 0x01010101u);
+            unsigned starts[4];
+#pragma unroll
+            for (int q = 0; q < 4; ++q) starts[q] = start, start = counts.after(q, start);
+            T* to = dense + row0 * ld + column0 + half * 64;
+#pragma unroll
+            for (int rows = 0; rows < 8; rows += 2) {  // whose bytes the lanes 4 rows to 4 rows + 7 have
+                const int holder = 4 * rows + lane / 4;
+                const unsigned word = __shfl_sync(~0u, mask[half], holder);
+                const unsigned before_high = __shfl_sync(~0u, before, holder) + ones_of_bytes(word & up_to_high);
+                const unsigned first = word << (7 - 2 * i), second = word << (6 - 2 * i);
+#pragma unroll
+                for (int q = 0; q < 4; ++q) {
+                    const unsigned pair = load_shared(__dp4a(before_high, 4u << 8 * q, starts[q]));
+                    const int row = row0 + rows + q % 2 * 8, column = column0 + half * 64 + q / 2 * 32;
+                    if (INSIDE || (row < N && column < ld))
+                        *reinterpret_cast<unsigned*>(to + q % 2 * 8 * ld + q / 2 * 32) = pair & kept(first, second, q);
+                }
+                to += 2 * ld;
+            }
+        }
+    }
+};
+
 template <typename T>
 __global__ void __launch_bounds__(256, 3)
 spmm_bitmap_write(const T* __restrict__ values, const unsigned* __restrict__ masks, const int* __restrict__ offsets,
@@ -319,29 +371,17 @@ spmm_bitmap_write(const T* __restrict__ values, const unsigned* __restrict__ mas
     const int wide = (K + TILE_COLUMNS - 1) / TILE_COLUMNS, tiles = (N + TILE_ROWS - 1) / TILE_ROWS * wide;
     const int first = min((static_cast<int>(blockIdx.x * blockDim.x) / WARP + warp) * share, tiles);
     const int count = min(share, tiles - first);
-    Fetched stream(values, masks + first * static_cast<long long>(TILE_WORDS) + lane, offsets + first, count, lane);
+    const Writer<T> writer{dense, ld, N, lane, shared_address(shared) + warp * TILE_BUFFER};
+    Fetched<5, true> stream(values, masks + first * static_cast<long long>(TILE_WORDS) + lane, offsets + first, count, lane);
     if (count) stream.load(0);
-    const unsigned buffer = shared_address(shared) + warp * TILE_BUFFER;
     for (int tile = 0; tile < count; ++tile) {
         unsigned mask[2];
         __syncwarp();  // the tile before has been read
-        stream.spread(tile, buffer, mask);
+        stream.spread(tile, writer.buffer, mask);
         __syncwarp();
-        const int row0 = (first + tile) / wide * TILE_ROWS + lane / 4;
-        const int column0 = (first + tile) % wide * TILE_COLUMNS + lane % 4 * 8;
-        unsigned start = buffer;
-#pragma unroll
-        for (int half = 0; half < 2; ++half) {
-            const Counts counts(mask[half]);
-#pragma unroll
-            for (int q = 0; q < 4; ++q) {
-                uint4 eight;
-                eight.x = pair_of(mask[half], counts, q, 0, start), eight.y = pair_of(mask[half], counts, q, 1, start);
-                eight.z = pair_of(mask[half], counts, q, 2, start), eight.w = pair_of(mask[half], counts, q, 3, start);
-                start = counts.after(q, start);
-                const int row = row0 + q % 2 * 8, column = column0 + half * 64 + q / 2 * 32;
-                if (row < N && column < ld) *reinterpret_cast<uint4*>(dense + row * ld + column) = eight;
-            }
-        }
+        const int row = (first + tile) / wide * TILE_ROWS, column = (first + tile) % wide * TILE_COLUMNS;
+        const int row0 = row + lane / 16, column0 = column + lane % 16 * 2;
+        if (row + TILE_ROWS <= N && column + TILE_COLUMNS <= ld) writer.template write<true>(mask, row0, column0);
+        else writer.template write<false>(mask, row0, column0);
     }
 }

@@ -37,6 +37,21 @@ def test_matches_the_oracle(device, dtype, size, normal, sparse, to_numpy, asser
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("dtype", _spmm_bitmap_sm80.DTYPES)
+@pytest.mark.parametrize("size", [(1, 1), (33, 129), (401, 1001), (64, 2048), (4100, 2056)], ids=str)
+def test_w_is_written_out(dtype, size, sparse):
+    """Whole tiles and cut ones, one and several a warp, of all densities, half full ones among them; beyond K zeros."""
+    for density in (0.0, 0.02, 0.3, 0.5, 0.8, 1.0):
+        w = sparse(*size, density, dtype).cuda()
+        w[size[0] // 2] = 0
+        values, masks, offsets = _bitmap_tiles.pack(w, w != 0)
+        out = torch.full((size[0], -(-size[1] // 8) * 8), NAN, dtype=dtype, device="cuda")
+        _spmm_bitmap_sm80.launch_write(values, masks, offsets, out, size[1])
+        assert torch.equal(out[:, : size[1]], w)
+        assert not out[:, size[1] :].any()
+
+
+@pytest.mark.gpu
 @pytest.mark.parametrize("ahead", [False, True])
 def test_every_division(ahead, normal, sparse, to_numpy, assert_close):
     """Each number of warps, and of warps and blocks that divide K, also more of them than there are tiles."""

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from qsparse.kernels import _spmm_expand_sm90, _spmm_product_sm90
-from qsparse.kernels._gemm_sm90_configs import unwalked
+from qsparse.kernels._gemm_sm90_configs import Config, unwalked
 from qsparse.sparse import to_csr
 
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
@@ -27,8 +27,20 @@ def test_every_shape_has_a_configuration_that_is_built():
     assert chosen(256, 4096, 4096) == (64, 128, 2)  # the smallest tiles that leave no second round
     assert chosen(2048, 1024, 784) == (128, 128, 2)
     assert chosen(1024, 4096, 1024) == (128, 256, 1)
+    assert chosen(60000, 256, 784) == chosen(4096, 4096, 4096) == (128, 256, 2)  # several rounds: two blocks share w
     for size in ((17, 4096, 4096), (64, 10, 7), (65, 10, 7), (100_000, 16, 30_000), (5, 2**20, 64)):
         chosen(*size)
+
+
+@pytest.mark.parametrize(
+    ("size", "blocks"),
+    [((4096, 4096), 128), ((4096, 14336), 128), ((60000, 256), 118), ((4096, 4096 + 256), 110), ((100, 100), 2)],
+)
+def test_no_more_blocks_than_their_rounds_need(size, blocks):
+    config = Config(128, 256, 2, 4, cm=2)
+    assert _spmm_product_sm90.blocks(config, *size, 132) == blocks
+    tiles, most = config.tiles(*size), 66
+    assert -(-tiles // (blocks // 2)) == -(-tiles // min(tiles, most))
 
 
 @pytest.mark.gpu
