@@ -59,6 +59,17 @@ def supports(x: torch.Tensor, ldx: int, w: torch.Tensor, ldw: int, precision: st
     return ldx % aligned == ldw % aligned == 0 and x.data_ptr() % 16 == w.data_ptr() % 16 == 0
 
 
+def on_boundaries(a: torch.Tensor, k_major: bool, ld: int) -> tuple[torch.Tensor, int]:
+    """A matrix as ``matrix`` gives it and its stride, copied if its rows (columns, unless ``k_major``) do not lie on
+    16-byte boundaries."""
+    if (a.data_ptr() | ld * a.element_size()) % 16 == 0:
+        return a, ld
+    lines, step = a if k_major else a.t(), 16 // a.element_size()
+    ld = -(-lines.shape[1] // step) * step
+    copied = torch.empty((lines.shape[0], ld), dtype=a.dtype, device=a.device)[:, : lines.shape[1]].copy_(lines)
+    return copied if k_major else copied.t(), ld
+
+
 def has_epilogue(x: torch.Tensor, x_k: bool, w_k: bool, out: torch.dtype, mode: int) -> bool:
     """Whether the kernel was built for this output and mask: written forward, applied by the input gradient."""
     return mode == NO_MASK or (out == x.dtype != torch.float32 and x_k and w_k == (mode == WRITE_MASK))

@@ -27,6 +27,7 @@ SOURCES = {
     _gemm_sm90.SPLIT_SOURCE: _gemm_sm90.SPLIT_INSTANCES,
 }
 _PRECISIONS = ("ieee", "highest", "high")
+_COPY_WORK = 2**26  # multiply-adds from which rows off 16-byte boundaries are copied, so that tensor cores read them
 
 
 # What the checks decide depends only on what `_key` holds of the arrays: a call like an earlier one skips them, which
@@ -91,7 +92,7 @@ def gemm(
 
     Any strides work: a transposed view (``w.T``) is read in place, other views are copied first. So the backward
     products of a linear layer are ``gemm(dy, w.T)`` and ``gemm(dy.T, x.T)``. Rows that do not start on 16 bytes take
-    the ``simt`` tier.
+    the ``simt`` tier; in larger products of halves on a Hopper card they are copied first.
 
     Raises TypeError for another dtype; ValueError for shapes that do not fit, arrays on two devices, or a ``tier``
     that this GPU or these arrays cannot have.
@@ -135,10 +136,13 @@ def gemm(
 
     given = x, w, bias
     tensor_cores = x.dtype != torch.float32 or precision != "ieee"
+    best = gemm.tier(x.device)
     (x, x_k, ldx), (w, w_k, ldw) = (matrix(a, k_major=x.dtype == torch.float32 and tensor_cores) for a in (x, w))
+    if tier is None and best == "sm90" and x.dtype != torch.float32 and m * n * k >= _COPY_WORK:
+        (x, ldx), (w, ldw) = _gemm_sm90.on_boundaries(x, x_k, ldx), _gemm_sm90.on_boundaries(w, w_k, ldw)
     bias, mask = (None if a is None else rows(a) for a in (bias, mask))
     operands = (x, x_k, ldx, w, w_k, ldw, bias)
-    tier = pick_tier(tier, _possible(gemm.tier(x.device), operands, precision), x.device)
+    tier = pick_tier(tier, _possible(best, operands, precision), x.device)
     mode = _gemm_sm90.WRITE_MASK if return_mask else _gemm_sm90.NO_MASK if mask is None else _gemm_sm90.APPLY_MASK
     y = out if out is not None else torch.empty((m, n), dtype=out_dtype, device=x.device)
     if tier == "sm90" and _gemm_sm90.has_epilogue(x, x_k, w_k, out_dtype, mode) and precision != "highest":

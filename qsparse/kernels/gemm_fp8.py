@@ -7,6 +7,7 @@ import torch
 from qsparse.kernels import _gemm_int8_sm90 as sm90
 from qsparse.kernels._face import C_FLOATS, check_dtype, check_same_device, check_tensor, cpu_slices, face, matrix, rows
 from qsparse.kernels._gemm_int8_epilogue import Epilogue
+from qsparse.kernels._gemm_sm90 import on_boundaries
 from qsparse.kernels.gemm import gemm
 
 SOURCES = {sm90.FP8_SOURCE: sm90.FP8_INSTANCES}
@@ -36,9 +37,9 @@ def gemm_fp8(x, w, scale_x=None, scale_w=None, bias=None, *, relu: bool = False,
     (M, N) ``out_dtype``, row-major.
 
     On a Hopper card (``sm90``) the tensor cores multiply e4m3 and add with fewer bits than float32 has, as every fp8
-    product there that does not stop to add in registers; ``qsparse bench int8`` prints the error. Elsewhere, and for
-    rows off 16-byte boundaries, the operands become float16, which holds every e4m3 value, and :func:`gemm` multiplies
-    them with float32 sums; on a CPU, float32.
+    product there that does not stop to add in registers; ``qsparse bench int8`` prints the error. Rows off 16-byte
+    boundaries are copied first. Elsewhere the operands become float16, which holds every e4m3 value, and :func:`gemm`
+    multiplies them with float32 sums; on a CPU, float32.
 
     Raises TypeError for other dtypes, ValueError for shapes that do not fit.
 
@@ -59,7 +60,10 @@ def gemm_fp8(x, w, scale_x=None, scale_w=None, bias=None, *, relu: bool = False,
     scale_x, scale_w, bias = (None if a is None else rows(a) for a in (scale_x, scale_w, bias))
     (x, _, ldx), (w, _, ldw) = (matrix(a.view(sm90.FP8), k_major=True) for a in (x, w))
     y = torch.empty((m, n), dtype=out_dtype, device=x.device)
-    if x.device.type == "cuda" and gemm_fp8.tier(x.device) == "sm90" and sm90.supports(x, ldx, w, ldw, y):
+    hopper = gemm_fp8.tier(x.device) == "sm90"
+    if hopper and m and n and k:
+        (x, ldx), (w, ldw) = on_boundaries(x, True, ldx), on_boundaries(w, True, ldw)
+    if hopper and sm90.supports(x, ldx, w, ldw, y):
         sm90.launch_gemm(x, ldx, w, ldw, y, Epilogue(scale_x, scale_w, bias, relu=relu))
         return y
     multiply = _float32 if x.device.type == "cpu" else _float16

@@ -10,7 +10,15 @@ import pytest
 import torch
 
 from qsparse import kernels
-from qsparse.kernels import _gemm_int8_sm90, _gemm_single_sm90, _gemm_sm90, _gemm_sm90_configs, _load, _relu_mask
+from qsparse.kernels import (
+    _face,
+    _gemm_int8_sm90,
+    _gemm_single_sm90,
+    _gemm_sm90,
+    _gemm_sm90_configs,
+    _load,
+    _relu_mask,
+)
 from qsparse.kernels._gemm_int8_epilogue import Epilogue
 from qsparse.oracles.gemm import gemm as oracle
 
@@ -53,6 +61,39 @@ def test_every_tier_and_layout(tier, dtype, layout, normal, to_numpy, assert_clo
         w_given = w if layout[1] == "t" else w.t().contiguous().t()
         y = kernels.gemm(x_given, w_given, bias, relu=True, tier=tier)
         assert_close(y, oracle(*to_numpy((x, w, bias)), relu=True))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("layout", ["nt", "nn", "tn", "tt"])
+@pytest.mark.parametrize("dtype", HALVES)
+def test_large_products_off_16_byte_boundaries_are_copied_for_the_tensor_cores(dtype, layout, normal, assert_close):
+    device = torch.device("cuda", 0)
+    of_tier("sm90", device)
+    for m, n, k in [(300, 700, 1500), (1023, 129, 1001), (4099, 2047, 9)]:
+        x, w = normal(m, k, dtype=dtype, device=device), normal(n, k, dtype=dtype, device=device)
+        bias, expected = normal(n, dtype=dtype, device=device), x.double() @ w.double().t()
+        x_given = x if layout[0] == "n" else x.t().contiguous().t()
+        w_given = w if layout[1] == "t" else w.t().contiguous().t()
+        for x_placed in (x_given, torch.nn.functional.pad(x_given, (1, 0))[:, 1:]):
+            with _load.launched() as launches:
+                y = kernels.gemm(x_placed, w_given, bias, relu=True)
+            assert launches[0].startswith(("gemm_sm90", "gemm_single_sm90"))
+            assert_close(y, (expected + bias.double()).relu().cpu().numpy())
+        assert_close(
+            kernels.gemm(x_given, w_given, bias, relu=True, tier="simt"), (expected + bias).relu().cpu().numpy()
+        )
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float8_e4m3fn, torch.float32])
+def test_rows_are_put_on_16_byte_boundaries(dtype, normal):
+    a = normal(6, 40)
+    for given in (a[:5, :7], a[:5, :7].t(), a[:, 1:33], a[:, :32], a[:, :32].t(), a[:, :0], a[:0]):
+        given = given.to(dtype, memory_format=torch.preserve_format)
+        matrix, k_major, ld = _face.matrix(given)
+        placed, stride = _gemm_sm90.on_boundaries(matrix, k_major, ld)
+        assert placed.data_ptr() % 16 == stride * placed.element_size() % 16 == 0
+        assert stride == (placed.stride(0) if k_major else placed.stride(1)) or 0 in placed.shape
+        assert torch.equal(placed.float(), given.float())
 
 
 @pytest.mark.gpu
