@@ -342,7 +342,7 @@ template <typename T> struct Writer {
 #pragma unroll
             for (int q = 0; q < 4; ++q) starts[q] = start, start = counts.after(q, start);
             T* to = dense + row0 * ld + column0 + half * 64;
-#pragma unroll
+#pragma unroll 1
             for (int rows = 0; rows < 8; rows += 2) {  // whose bytes the lanes 4 rows to 4 rows + 7 have
                 const int holder = 4 * rows + lane / 4;
                 const unsigned word = __shfl_sync(~0u, mask[half], holder);
