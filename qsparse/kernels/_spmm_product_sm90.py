@@ -60,9 +60,14 @@ def choose(m: int, n: int, k: int, dtype: torch.dtype, gpu: str, sms: int) -> Co
 
 
 def blocks(config: Config, m: int, n: int, sms: int) -> int:
-    """As few blocks as need no round of tiles more than all would: those that are left out leave the others power."""
-    tiles, most = config.tiles(m, n), grid(config, m, n, sms)[0] // config.cluster
-    return -(-tiles // -(-tiles // most)) * config.cluster
+    """As few blocks as need no round of tiles more than all would, if those are nearly all.
+
+    A few multiprocessors without work leave the others power, which bounds a large product; many would be missed where
+    memory bounds it.
+    """
+    every, tiles = grid(config, m, n, sms)[0], config.tiles(m, n)
+    fewest = -(-tiles // -(-tiles * config.cluster // every)) * config.cluster
+    return fewest if 16 * fewest >= 15 * every else every
 
 
 def product(
