@@ -27,7 +27,8 @@ SOURCES = {
     _gemm_sm90.SPLIT_SOURCE: _gemm_sm90.SPLIT_INSTANCES,
 }
 _PRECISIONS = ("ieee", "highest", "high")
-_COPY_WORK = 2**26  # multiply-adds from which rows off 16-byte boundaries are copied, so that tensor cores read them
+# K, or else multiply-adds, from which rows off 16-byte boundaries are copied, so that tensor cores read them (an H200).
+_COPY_K, _COPY_WORK = 128, 2**26
 
 
 # What the checks decide depends only on what `_key` holds of the arrays: a call like an earlier one skips them, which
@@ -92,7 +93,7 @@ def gemm(
 
     Any strides work: a transposed view (``w.T``) is read in place, other views are copied first. So the backward
     products of a linear layer are ``gemm(dy, w.T)`` and ``gemm(dy.T, x.T)``. Rows that do not start on 16 bytes take
-    the ``simt`` tier; in larger products of halves on a Hopper card they are copied first.
+    the ``simt`` tier; in all but small products of halves on a Hopper card they are copied first.
 
     Raises TypeError for another dtype; ValueError for shapes that do not fit, arrays on two devices, or a ``tier``
     that this GPU or these arrays cannot have.
@@ -138,7 +139,7 @@ def gemm(
     tensor_cores = x.dtype != torch.float32 or precision != "ieee"
     best = gemm.tier(x.device)
     (x, x_k, ldx), (w, w_k, ldw) = (matrix(a, k_major=x.dtype == torch.float32 and tensor_cores) for a in (x, w))
-    if tier is None and best == "sm90" and x.dtype != torch.float32 and m * n * k >= _COPY_WORK:
+    if tier is None and best == "sm90" and x.dtype != torch.float32 and (k >= _COPY_K or m * n * k >= _COPY_WORK):
         (x, ldx), (w, ldw) = _gemm_sm90.on_boundaries(x, x_k, ldx), _gemm_sm90.on_boundaries(w, w_k, ldw)
     bias, mask = (None if a is None else rows(a) for a in (bias, mask))
     operands = (x, x_k, ldx, w, w_k, ldw, bias)

@@ -14,7 +14,8 @@ __all__ = ["cpu_method", "gemm_int8"]
 _TIERS = {"simt": _gemm_int8_simt, "sm80": _gemm_int8_sm80, "sm90": _gemm_int8_sm90}  # worst first
 SOURCES = {tier.SOURCE: tier.INSTANCES for tier in _TIERS.values()}
 _SUMS_K = 2**24  # the longest row of weights whose sum cannot leave int32
-_COPY_WORK = 2**26  # multiply-adds from which rows off 16-byte boundaries are copied, so that tensor cores read them
+# K, or else multiply-adds, from which rows off 16-byte boundaries are copied, so that tensor cores read them (an H200).
+_COPY_K, _COPY_WORK = 256, 2**26
 
 
 def longest_int32(dtype: torch.dtype, corrected: bool = False) -> int:
@@ -113,7 +114,8 @@ def gemm_int8(
         return _gemm_int8_cpu.compute(rows(x), rows(w), epilogue, out_dtype, k > longest)
 
     best = gemm_int8.tier(x.device) if k <= longest else "simt"
-    (x, ldx), (w, ldw) = _operands(x, w, align=tier is None and best != "simt" and m * n * k >= _COPY_WORK)
+    worth_copying = k >= _COPY_K or m * n * k >= _COPY_WORK
+    (x, ldx), (w, ldw) = _operands(x, w, align=tier is None and best != "simt" and worth_copying)
     y = torch.empty((m, n), dtype=out_dtype, device=x.device)
     chosen = pick_tier(tier, _possible(best, x, ldx, w, ldw, y), x.device)
     if chosen == "simt":
