@@ -1,6 +1,6 @@
 """The instances of ``gemm_single_sm90.cu``: small products of halves, one tile a block.
 
-The tuning table decides where they serve (:mod:`qsparse.kernels._gemm_sm90_configs`).
+The tuning table and the costs decide where they serve (:mod:`qsparse.kernels._gemm_sm90_configs`).
 """
 
 from __future__ import annotations
