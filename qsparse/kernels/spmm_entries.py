@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import torch
 
-from qsparse.kernels import _entry_tiles, _spmm, _spmm_entries_sm80, _weight_tiles_sm80
+from qsparse.kernels import _entry_tiles, _spmm, _spmm_entries_sm80, _spmm_entries_sm90, _weight_tiles_sm80
 from qsparse.kernels._face import check_dtype, check_same_device, check_tensor, face, matrix, pick_tier, rows
-from qsparse.kernels._load import launch
+from qsparse.kernels._load import launch, multiprocessors
 from qsparse.kernels.gemm import gemm
 
 _DENSE, _BLOCK = "spmm_entries.cu", 128
-SOURCES = {_DENSE: ("spmm_entries_dense",), _spmm_entries_sm80.SOURCE: _spmm_entries_sm80.INSTANCES}
+SOURCES = {
+    _DENSE: ("spmm_entries_dense",),
+    _spmm_entries_sm80.SOURCE: _spmm_entries_sm80.INSTANCES,
+    _spmm_entries_sm90.SOURCE: _spmm_entries_sm90.INSTANCES,
+}
 
 
 @face(SOURCES)
@@ -44,7 +48,7 @@ def spmm_entries(
         Look at every offset and place first (on a GPU this waits for the device). Pass False only for arrays checked
         before, or made by ``to_entry_tiles``: wrong ones are then read and written out of bounds.
     tier : str, optional
-        "simt" or "sm80": take no other, for tests and measurements.
+        "simt", "sm80" or "sm90": take no other, for tests and measurements.
 
     Returns
     -------
@@ -83,13 +87,19 @@ def spmm_entries(
         w = _entry_tiles.unpack(entries, offsets, (n, k), x.dtype)
         return gemm(x, w, bias, relu=relu, out_dtype=out_dtype)
 
-    possible = ["sm80", "simt"] if spmm_entries.tier(x.device) == "sm80" else ["simt"]
-    sm80 = pick_tier(tier, possible, x.device) == "sm80"
+    best = spmm_entries.tier(x.device)
+    split = _spmm_entries_sm90.choose(m, n, k, multiprocessors(x.device.index)[1]) if best == "sm90" else None
+    possible = [*(["sm90"] if split else []), *([] if best == "simt" else ["sm80"]), "simt"]
+    taken = pick_tier(tier, possible, x.device)
     bias = None if bias is None else rows(bias)
     entries = entries if entries.data_ptr() % 16 == 0 else entries.clone()
-    if sm80 and (division := _spmm_entries_sm80.choose(x, n)):
-        y = torch.empty((m, n), dtype=out_dtype, device=x.device)
-        _spmm_entries_sm80.launch_few(division, matrix(x, k_major=True)[0], entries, offsets, bias, y, relu)
+    division = _spmm_entries_sm80.choose(x, n) if taken == "sm80" else None
+    if taken == "sm90" or division:
+        x, y = matrix(x, k_major=True)[0], torch.empty((m, n), dtype=out_dtype, device=x.device)
+        if taken == "sm90":
+            _spmm_entries_sm90.launch_some(split, x, entries, offsets, bias, y, relu)
+        else:
+            _spmm_entries_sm80.launch_few(division, x, entries, offsets, bias, y, relu)
         return y
     return gemm(x, _dense(entries, offsets, (n, k), x.dtype), bias, relu=relu, out_dtype=out_dtype)
 

@@ -28,6 +28,7 @@ from qsparse.kernels import (
     _mlp_int8_tall_sm90,
     _sddmm_sm80,
     _spmm,
+    _spmm_entries_sm90,
     _spmm_expand_sm90,
     _spmm_groups_sm90,
     _spmm_product_sm90,
@@ -144,8 +145,12 @@ def sparse() -> None:
         for m, tier in itertools.product((1, 9, 20, 64, 100), {"simt", kernels.spmm_bitmap.tier(DEVICE)}):
             kernels.spmm_bitmap(normal(m, k, dtype=torch.float16), *tiles, shape=(n, k), relu=True, tier=tier)
         entries, bias = to_entry_tiles(w, w > 0.5), normal(n, dtype=torch.float16)
-        for m, tier in itertools.product((1, 9, 20, 64), {"simt", kernels.spmm_entries.tier(DEVICE)}):
+        best = kernels.spmm_entries.tier(DEVICE)
+        for m, tier in itertools.product((1, 9, 20, 64), {"simt", "simt" if best == "simt" else "sm80"}):
             kernels.spmm_entries(normal(m, k, dtype=torch.float16), *entries, bias, shape=(n, k), tier=tier)
+        for split, m in itertools.product(_spmm_entries_sm90.SPLITS if best == "sm90" else (), (9, 70)):
+            y = torch.empty((m, n), dtype=torch.float16, device=DEVICE)
+            _spmm_entries_sm90.launch_some(split, normal(m, k, dtype=y.dtype), *entries, bias, y, True)
         arrays = random_csr(n, k, torch.float16)
         plan = kernels.spmm_csr.plan(*arrays[1:], shape=(n, k))
         for m in (1, 9, 20, 64):

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from qsparse import kernels
-from qsparse.kernels import _entry_tiles, _spmm_entries_sm80
+from qsparse.kernels import _entry_tiles, _spmm_entries_sm80, _spmm_entries_sm90
 from qsparse.oracles.spmm_entries import dense as oracle_dense
 from qsparse.oracles.spmm_entries import spmm_entries as oracle
 
@@ -51,6 +51,41 @@ def test_every_division(division, density, normal, sparse, to_numpy, assert_clos
         y = torch.full((m, 270), NAN, dtype=torch.float32, device=device)
         _spmm_entries_sm80.launch_few(division, x, *tiles, None, y, False)
         assert_close(y, to_numpy(x) @ to_numpy(w).T)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("density", [0.05, 0.7])
+@pytest.mark.parametrize("split", _spmm_entries_sm90.SPLITS)
+@pytest.mark.parametrize("size", [(1, 8), (67, 500), (270, 2100)], ids=str)
+def test_every_split_of_some_dozens_of_rows(
+    split, size, density, normal, sparse, to_numpy, assert_close, assert_same_bits
+):
+    """Rooms that are used again, more entries than are fetched ahead, parts and rows of tiles beyond W, odd outputs."""
+    device = torch.device("cuda", 0)
+    if torch.cuda.get_device_capability(device) != (9, 0):
+        pytest.skip("clusters and the copy engine are Hopper's")
+    w, (n, k) = sparse(*size, density, torch.float16), size
+    tiles, bias = pack(w, device), normal(n, dtype=torch.float16, device=device)
+    for m, dtype in itertools.product((1, 33, 64, 150), (torch.float16, torch.float32)):
+        x = normal(m, k, dtype=torch.float16, device=device)
+        y, again = (torch.full((m, n), NAN, dtype=dtype, device=device) for _ in range(2))
+        for out in (y, again):
+            _spmm_entries_sm90.launch_some(split, x, *tiles, bias, out, True)
+        assert_close(y, (to_numpy(x) @ to_numpy(w).T + to_numpy(bias)).clip(min=0))
+        assert_same_bits(y, again)
+
+
+def test_k_is_divided_where_blocks_are_few():
+    def chosen(*size):
+        return _spmm_entries_sm90.choose(*size, 132)
+
+    assert chosen(64, 4096, 4096) == chosen(33, 4096, 14336) == 2
+    assert chosen(40, 14336, 4096) == 1
+    assert chosen(64, 8192, 8192) == chosen(64, 14336, 4096) == 1
+    assert chosen(64, 4096, 16384) == 2
+    few = (32, 8192, 8192), (33, 4096, 4096), (64, 3072, 3072), (64, 1024, 784), (64, 1024, 2**14)
+    for size in (*few, (65, 4096, 4096), (64, 4096, 100_000)):
+        assert chosen(*size) is None
 
 
 def test_case_15_bad_arrays_are_named(device, normal, sparse):
