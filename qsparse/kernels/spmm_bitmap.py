@@ -95,7 +95,7 @@ def spmm_bitmap(
     possible = ["sm80", "simt"] if sm80 else ["simt"]
     sm80 = pick_tier(tier, possible, x.device) == "sm80"
     bias = None if bias is None else rows(bias)
-    values = values if values.data_ptr() % 16 == 0 else values.clone()
+    values, masks = (a if a.data_ptr() % 16 == 0 else a.clone() for a in (values, masks))
     if sm80 and _spmm_bitmap_sm80.takes_few(x, n):
         y = torch.empty((m, n), dtype=out_dtype, device=x.device)
         _spmm_bitmap_sm80.launch_few(matrix(x, k_major=True)[0], values, masks, offsets, bias, y, relu=relu)

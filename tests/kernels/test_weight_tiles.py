@@ -30,7 +30,8 @@ def product(request):
 @pytest.mark.parametrize("density", [0.02, 0.1, 0.5, 1.0])
 def test_many_tiles(product, device, dtype, m, density, normal, sparse, to_numpy, assert_close):
     """Several tiles a warp, more of a tile than is fetched ahead, and blocks that divide K."""
-    w, x = sparse(529, 4500, density, dtype), normal(m, 4500, dtype=dtype, device=device)
+    k = 4500 if m <= 64 else 2004  # a dense product's sums, long ones, Hopper's tensor cores cut off more than float32 does
+    w, x = sparse(529, k, density, dtype), normal(m, k, dtype=dtype, device=device)
     reference = to_numpy(x) @ to_numpy(w).T
     assert_close(product(x, w), reference)
     y = product(x, w, out_dtype=torch.float32, check=False)
