@@ -93,8 +93,8 @@ def launch_few(
 ) -> None:
     """``y = act(x @ W.T + bias)`` into ``y`` (M, N) row-major, dtype of ``x`` or float32.
 
-    ``x`` (M, K) has contiguous rows; the other arrays are contiguous, ``values`` and ``masks`` on 16 bytes. ``config``, and whether
-    all of W is sent to L2 ``ahead``, are chosen where None.
+    ``x`` (M, K) has contiguous rows; the other arrays are contiguous, ``values`` and ``masks`` on 16 bytes. ``config``,
+    and whether all of W is sent to L2 ``ahead``, are chosen where None.
     """
     (m, k), n = x.shape, y.shape[1]
     config = config or choose(m, n, k, *limits(x.device.index))
