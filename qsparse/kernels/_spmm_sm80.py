@@ -12,7 +12,13 @@ from dataclasses import dataclass
 
 import torch
 
-from qsparse.kernels import _spmm_expand_sm90, _spmm_groups_sm90, _spmm_slab_sm90, _spmm_whole_sm90
+from qsparse.kernels import (
+    _spmm_expand_sm90,
+    _spmm_groups_sm90,
+    _spmm_slab_sm90,
+    _spmm_tall_sm90,
+    _spmm_whole_sm90,
+)
 from qsparse.kernels._face import C_FLOATS, matrix, rows
 from qsparse.kernels._load import launch, multiprocessors
 
@@ -27,7 +33,7 @@ _MOST_STAGES = 4
 _MOST_SMALL_ROWS = 1024
 _SLAB_PLAN_US = 26  # on an H200, where blocks that divide K need a plan that is not kept
 _TURNED_A_US = 2e6  # bytes that a copy turns a µs there
-DENSE = "dense"
+DENSE, TALL = "dense", "tall"
 
 # What the kernels take by value: see the structs of the same names.
 MATRIX, WEIGHTS, _OUTPUT = struct.Struct("@Pqqqq?7x"), struct.Struct("@PPPPPqqqiii4x"), struct.Struct("@PPPqqqi4x")
@@ -119,6 +125,7 @@ class Plan:
     """
 
     groups: object = None  # what the kernels of _spmm_groups_sm90 keep of the same pattern
+    tall: object = None  # and those of _spmm_tall_sm90, where it is sparse
     few: object = None  # and that of _spmm_few_sm80, once it was wanted: see `kept` there
 
     def __init__(self, cols, row_offsets, shape, widths=None, look: bool = True):
@@ -187,6 +194,8 @@ def spmm(x, values, cols, row_offsets, bias, n: int, relu: bool, columns: bool, 
         _small(x, values, cols, row_offsets, bias, y, relu)
     elif isinstance(choice, _spmm_slab_sm90.Choice):
         run_slab(choice, x, values, cols, row_offsets, bias, y, relu, plan)
+    elif choice == TALL:
+        _spmm_tall_sm90.run(x, values, bias, y, relu, plan.tall)
     elif isinstance(choice, _spmm_groups_sm90.Choice):
         groups = plan.groups if plan else _spmm_groups_sm90.Plan(cols, row_offsets, (n, k), look=False)
         _spmm_groups_sm90.run(choice, x, values, bias, y, relu, groups)
@@ -196,7 +205,7 @@ def spmm(x, values, cols, row_offsets, bias, n: int, relu: bool, columns: bool, 
 
 
 def _hopper_choice(x, n: int, nnz: int, plan: Plan | None, columns: bool, ieee: bool):
-    """What takes the least time on an H200: how to go by slabs or groups, `DENSE`, or None for tiles.
+    """What takes the least time on an H200: how to go by slabs or groups, `TALL`, `DENSE`, or None for tiles.
 
     `DENSE` is W written out and multiplied by `gemm`: in float32 by multiply-adds with ``ieee``, and in halves
     row-major only, where the tensor cores take x.
@@ -214,6 +223,10 @@ def _hopper_choice(x, n: int, nnz: int, plan: Plan | None, columns: bool, ieee: 
     groups_us, groups = _spmm_groups_sm90.expected(x, n, nnz, plan and plan.groups, processors)
     if groups_us < us:
         us, choice = groups_us, groups
+    if plan and plan.tall and not columns and _spmm_groups_sm90.how_it_lies(x) == "rows":
+        tall_us = _spmm_tall_sm90.time(m, plan.tall, processors)
+        if tall_us < 0.97 * us:  # what the models do not know
+            us, choice = tall_us, TALL
     dense_us = _spmm_expand_sm90.time(x.dtype, m, n, k, ieee or min(m, n) < 128)
     if columns:
         dense_us += m * n * 8 / _TURNED_A_US

@@ -12,6 +12,7 @@ from qsparse.kernels import (
     _spmm_product_sm90,
     _spmm_slab_sm90,
     _spmm_sm80,
+    _spmm_tall_sm90,
     _spmm_whole_sm90,
 )
 from qsparse.kernels._face import C_FLOATS, check_choice, check_same_device, check_tensor, face, rows
@@ -21,6 +22,7 @@ SOURCES = {
     **_spmm_sm80.instances(),
     _spmm_groups_sm90.SOURCE: _spmm_groups_sm90.instances(),
     _spmm_slab_sm90.SOURCE: _spmm_slab_sm90.instances(),
+    _spmm_tall_sm90.SOURCE: _spmm_tall_sm90.instances(),
     _spmm_whole_sm90.SOURCE: _spmm_whole_sm90.instances(),
     _spmm_expand_sm90.SOURCE: _spmm_expand_sm90.instances(),
     _spmm_few_sm80.SOURCE: _spmm_few_sm80.instances(),
@@ -139,6 +141,8 @@ def plan(col_indices, row_offsets, *, shape):
     found = _spmm_sm80.Plan(col_indices, row_offsets, (n, k))
     if torch.cuda.get_device_capability(col_indices.device) == (9, 0) and found.nnz:
         found.groups = _spmm_groups_sm90.Plan(found.cols, found.row_offsets, (n, k))
+        if not found.groups.joins:
+            found.tall = _spmm_tall_sm90.plan(found.cols, found.row_offsets, (n, k))
     torch.cuda.current_stream(col_indices.device).synchronize()  # it is there for every stream
     return found
 

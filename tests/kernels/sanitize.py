@@ -34,6 +34,7 @@ from qsparse.kernels import (
     _spmm_product_sm90,
     _spmm_slab_sm90,
     _spmm_sm80,
+    _spmm_tall_sm90,
 )
 from qsparse.sparse import compress_24
 from qsparse.sparse.bitmap_tiles import to_bitmap_tiles
@@ -124,8 +125,8 @@ def networks() -> None:
         kernels.linear_int8(x, weights[0][:10], scales[0][:10], biases[0][:10])
 
 
-def random_csr(n: int, k: int, dtype=torch.float32) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    rows, cols = (torch.rand(n, k, device=DEVICE) < 0.2).nonzero().unbind(1)
+def random_csr(n: int, k: int, dtype=torch.float32, density: float = 0.2) -> tuple[torch.Tensor, ...]:
+    rows, cols = (torch.rand(n, k, device=DEVICE) < density).nonzero().unbind(1)
     offsets = torch.searchsorted(rows, torch.arange(n + 1, device=DEVICE))
     return normal(len(rows), dtype=dtype), cols.int(), offsets.int()
 
@@ -201,6 +202,10 @@ def large_sparse() -> None:
         for look, split, turned in itertools.product((False, True), (1, 2, 4, 8), (False, True)):
             plan = _spmm_groups_sm90.Plan(cols.to(torch.uint16) if turned else cols, offsets, (401, 1001), look)
             _spmm_groups_sm90.run(_spmm_groups_sm90.Choice(9, split, turned), x, values, bias, y, True, plan)
+        for index in (torch.int32, torch.uint16):
+            values, cols, offsets = random_csr(300, 300, density=0.03)
+            plan = _spmm_tall_sm90.Plan(cols.to(index), offsets, (300, 300))
+            _spmm_tall_sm90.run(normal(300, 304)[:, :300], values, normal(300), normal(300, 300), True, plan)
         for n, k, batches in ((600, 304, (1, 3, 13)), (3, 4000, (8,))):  # rows of a warp, and of a whole block
             arrays = random_csr(n, k)
             for m in batches:
