@@ -194,7 +194,7 @@ def test_alpha_output_dtype_and_accumulate(device, dtype, shape, normal, to_nump
 @pytest.mark.parametrize("k", [2000, 2004, 8000])
 @pytest.mark.parametrize("dtype", HALVES)
 def test_float32_outputs_of_long_sums(device, dtype, k, normal, to_numpy):
-    """Hopper's tensor cores cut sums off, so what they err grows with K: 1.2e-9 of the norm for each column, measured."""
+    """Hopper's tensor cores cut sums off, so what they err grows with K: measured 1.2e-9 K of the norm."""
     x, w = normal(300, k, dtype=dtype, device=device), normal(200, k, dtype=dtype, device=device)
     reference = oracle(*to_numpy((x, w)))
     error = to_numpy(kernels.gemm(x, w, out_dtype=torch.float32)) - reference
