@@ -13,7 +13,7 @@ from qsparse import nn
 from qsparse.oracles.gemm_int8 import gemm_int8 as int8_oracle
 from qsparse.oracles.gemm_weight_only import gemm_weight_only as weight_only_oracle
 from qsparse.oracles.quantize_rows import quantize_rows as quantize_oracle
-from qsparse.sparse import from_entry_tiles, to_entry_tiles
+from qsparse.sparse import to_entry_tiles
 
 TOLERANCE = {torch.float32: 2e-6, torch.float16: 2e-3, torch.bfloat16: 1.5e-2}  # relative, by the norm
 
@@ -497,93 +497,6 @@ ONES = torch.ones(1, 8)
 def test_a_layer_of_what_is_no_tensor_is_refused(make, name):
     with pytest.raises(TypeError, match=rf"^{name} must be a torch.Tensor, not list$"):
         make([[1.0]])
-
-
-def test_entries_are_of_the_dtype_that_they_were_packed_of():
-    w = torch.randn(8, 16).half()
-    tiles = to_entry_tiles(w, w > 0)
-    for dtype in (torch.float32, torch.int8):
-        with pytest.raises(TypeError, match=r"^dtype must be one of torch.float16, torch.bfloat16, got "):
-            nn.EntryLinear.from_tiles(*tiles, shape=(8, 16), dtype=dtype)
-    layer = nn.EntryLinear.from_tiles(*tiles, shape=(8, 16), dtype=torch.float16)
-    with pytest.raises(TypeError, match=r"^x must be one of torch.float16, got torch.bfloat16"):
-        layer(torch.ones(2, 16, dtype=torch.bfloat16))
-
-
-@pytest.mark.parametrize("bias", [None, torch.arange(8.0).half()])
-def test_entries_are_rounded_to_another_dtype(bias):
-    w = torch.randn(8, 16, generator=torch.Generator().manual_seed(5)).half()
-    w[0, 0], w[0, 1], w[0, 2] = float("inf"), float("nan"), -0.0
-    mask = w > -0.5
-    mask[0, :3] = True
-    tiles = to_entry_tiles(w, mask)
-    layer = nn.EntryLinear.from_tiles(*tiles, shape=(8, 16), dtype=torch.float16, bias=bias)
-    for refused in (torch.float32, torch.float64):
-        with pytest.raises(TypeError, match=r"^dtype must be one of torch.float16, torch.bfloat16, got "):
-            layer.to(refused)
-    expected = nn.EntryLinear.from_tiles(
-        *to_entry_tiles(w.bfloat16(), mask), shape=(8, 16), dtype=torch.bfloat16, bias=bias
-    )
-    assert layer.to(torch.bfloat16) is layer
-    assert layer.dtype == torch.bfloat16
-    assert torch.equal(layer.offsets, expected.offsets)
-    stored = from_entry_tiles(layer.tiles, layer.offsets, (8, 16), torch.bfloat16)
-    assert torch.equal(stored.view(torch.int16), (w * 1).bfloat16().where(mask, 0).view(torch.int16))
-    x = torch.randn(3, 16, generator=torch.Generator().manual_seed(6)).bfloat16()
-    torch.testing.assert_close(layer(x), expected(x), rtol=0, atol=0, equal_nan=True)
-
-
-def test_what_does_not_fit_is_refused_when_entries_are_set():
-    w = torch.randn(33, 65).half()
-    entries, offsets = to_entry_tiles(w, w > 0)
-
-    def make(error, match, entries=entries, offsets=offsets, shape=(33, 65), bias=None, dtype=torch.float16):
-        with pytest.raises(error, match=match):
-            nn.EntryLinear.from_tiles(entries, offsets, shape=shape, dtype=dtype, bias=bias)
-        if bias is None:
-            with pytest.raises(error, match=match):
-                from_entry_tiles(entries, offsets, shape, dtype)
-
-    for short in (offsets[:2], offsets[:0], torch.cat([offsets, offsets[-1:]])):
-        make(ValueError, r"^offsets must", offsets=short)
-    for wrong in (entries.long(), entries.float(), entries.byte()):
-        make(TypeError, r"^entries must", entries=wrong)
-    make(ValueError, r"^entries must", entries=entries.view(-1, 4))
-    make(TypeError, r"^offsets must", offsets=offsets.float())
-    make(ValueError, r"^shape must be two sizes", shape=(33,))
-    make(TypeError, r"^shape must be two whole numbers", shape=None)
-    make(ValueError, r"^shape must be two sizes", shape=(-1, 65))
-    make(TypeError, r"^dtype must be one of", dtype="float16")
-    make(ValueError, r"^bias must be of shape \(33,\), got \(32,\)", bias=torch.zeros(32))
-    make(TypeError, r"^bias must be a torch.Tensor, not ndarray", bias=np.zeros(33))
-
-
-@pytest.mark.parametrize("assign", [False, True])
-@pytest.mark.parametrize(("bias", "said"), [(True, True), (True, False), (False, True)])
-def test_a_layer_of_entries_loads_weights_of_the_other_dtype(bias, said, assign):
-    """Their bits alone would be taken for other numbers: the state dict, or else the bias, says what they are."""
-    w, x = torch.randn(8, 16).bfloat16(), torch.randn(3, 16)
-    dtype = torch.bfloat16 if assign else torch.float16
-    options = {"shape": (8, 16), "bias": torch.randn(8).bfloat16() if bias else None}
-    theirs = torch.nn.Sequential(nn.EntryLinear.from_tiles(*to_entry_tiles(w, w > 0), **options, dtype=torch.bfloat16))
-    ours = torch.nn.Sequential(nn.EntryLinear(16, 8, theirs[0].tiles.numel(), bias))
-    state = theirs.state_dict()
-    ours.load_state_dict(state if said else dict(state), assign=assign)
-    expected = nn.EntryLinear.from_tiles(*to_entry_tiles(w.to(dtype), w > 0), **options, dtype=dtype)
-    assert ours[0].describe() == expected.describe()
-    assert torch.equal(theirs[0].entries()[0], w[w > 0].float())  # as they were
-    ours.load_state_dict(ours.state_dict())
-    assert torch.equal(ours(x.to(dtype)), expected(x.to(dtype)))
-
-
-def test_an_empty_layer_of_entries_gives_zeros():
-    layer = nn.EntryLinear(65, 33, 8)
-    layer.check()
-    assert torch.equal(layer(torch.ones(2, 65).half()), torch.zeros(2, 33).half())
-    assert layer.nnz == 1  # the first weight of the last tile, which fills it up
-    for entries, sizes in ((3, (65, 33)), (4, (0, 33))):
-        with pytest.raises(ValueError, match=r"^entries must be a multiple of 4, and 0 of no weights, got "):
-            nn.EntryLinear(*sizes, entries)
 
 
 def test_no_call_copies_what_a_sparse_layer_stores():

@@ -23,11 +23,8 @@ _PLACES = 3  # of such pieces
 _OUTPUTS = _CONSUMERS * 16 * _GROUP * 4  # bytes by way of which warps write outputs out
 _STATIC_SHARED = 2048  # bytes that the kernels declare themselves, at most
 _RING = 227 * 1024 - _STATIC_SHARED - _PLACES * _PIECE - _OUTPUTS
-_LEAST_DENSITY, _MOST_DENSITY = (
-    0.004,
-    0.03,
-)  # where the kernel was timed; with fewer entries a plan is mostly empty places
-_MOST_ENTRIES = 2**27  # places of entries are counted in an int
+_LEAST_DENSITY, _MOST_DENSITY = 0.004, 0.03  # where it was timed; with fewer entries a plan is mostly empty places
+_MOST_UNITS = 2**30  # places of entries, two a unit, are counted in an int
 _OUTPUT = struct.Struct("@PPqqiii4x")
 
 
@@ -40,7 +37,7 @@ def instances() -> tuple[str, ...]:
 class Plan:
     """The order of W's entries, for one pattern without repeated columns in a row; `stages` slabs fit the memory.
 
-    Waits for the GPU. A plan of fewer than two stages is of no use.
+    Waits for the GPU. With fewer than two stages it is of no use, and there is no order.
     """
 
     def __init__(self, cols, row_offsets, shape):
@@ -60,6 +57,8 @@ class Plan:
         records = _CONSUMERS * 16 * int(most) + 128  # which are read 16 bytes beyond their end
         self.stage = _WIDTH * _BATCH * 4 + records
         self.stages = min(_MOST_STAGES, _RING // self.stage)
+        if self.stages < 2:
+            return
         self.sources = torch.empty((self.units, 4), dtype=torch.int32, device=device)
         arguments = (*pattern, self.sources.data_ptr(), self.segments.data_ptr(), *sizes)
         instance = f"spmm_csr_tall_order<{kind}>"
@@ -69,7 +68,8 @@ class Plan:
 def plan(cols, row_offsets, shape) -> Plan | None:
     """A plan where it may be of use: of a pattern of few entries, evenly spread; y has rows of whole 16 bytes."""
     (n, k), nnz = shape, cols.numel()
-    if not _LEAST_DENSITY * n * k <= nnz <= _MOST_DENSITY * n * k or n % 4 or nnz > _MOST_ENTRIES:
+    units = -(-n // _GROUP) * -(-k // _WIDTH) * _FIXED + nnz  # at most
+    if not _LEAST_DENSITY * n * k <= nnz <= _MOST_DENSITY * n * k or n % 4 or k < _WIDTH or units > _MOST_UNITS:
         return None
     found = Plan(cols, row_offsets, shape)
     return found if found.stages >= 2 else None

@@ -95,7 +95,8 @@ def gemm(
 
     Any strides work: a transposed view (``w.T``) is read in place, other views are copied first. So the backward
     products of a linear layer are ``gemm(dy, w.T)`` and ``gemm(dy.T, x.T)``. Rows that do not start on 16 bytes take
-    the ``simt`` tier; in all but small products of halves on a Hopper card they are copied first.
+    the ``simt`` tier; in all but small products of halves on a Hopper card they are copied first, in each call, into
+    memory held for it: a W whose K is a multiple of 8 saves that.
 
     Raises TypeError for another dtype; ValueError for shapes that do not fit, arrays on two devices, or a ``tier``
     that this GPU or these arrays cannot have.

@@ -38,8 +38,8 @@ def gemm_fp8(x, w, scale_x=None, scale_w=None, bias=None, *, relu: bool = False,
 
     On a Hopper card (``sm90``) the tensor cores multiply e4m3 and add with fewer bits than float32 has, as every fp8
     product there that does not stop to add in registers; ``qsparse bench int8`` prints the error. Rows off 16-byte
-    boundaries are copied first. Elsewhere the operands become float16, which holds every e4m3 value, and :func:`gemm`
-    multiplies them with float32 sums; on a CPU, float32.
+    boundaries are copied first, in each call. Elsewhere the operands become float16, which holds every e4m3 value, and
+    :func:`gemm` multiplies them with float32 sums; on a CPU, float32.
 
     Raises TypeError for other dtypes, ValueError for shapes that do not fit.
 

@@ -79,8 +79,8 @@ def spmm_csr(
     (M, N), dtype of ``x``, row-major unless ``columns``; sums are held in float32, in the same order every run.
 
     Where W is written out, as for most products of halves on a Hopper card, N * K elements of memory are held for the
-    call. An entry that is not stored contributes nothing all the same, whatever ``x`` holds there, NaN and Inf
-    included.
+    call; where a plan is followed there, W's entries in its order, at least 8 bytes each. An entry that is not stored
+    contributes nothing all the same, whatever ``x`` holds there, NaN and Inf included.
 
     Raises TypeError for a wrong dtype; ValueError for shapes that do not fit, for more than 2^31 - 2^14 entries, for a
     plan of other arrays, and with ``check`` for a column outside [0, K) or offsets that do not rise from 0 to nnz,

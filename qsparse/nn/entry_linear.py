@@ -79,14 +79,17 @@ class EntryLinear(SparseStorage):
         What ``state_dict()`` returns says the dtype; of another dict, the bias does.
         """
         tiles, bias = (state_dict.get(prefix + name) for name in ("tiles", "bias"))
-        dtype = local_metadata.get("dtype", self.dtype if bias is None else bias.dtype)
-        if tiles is not None and dtype != self.dtype:
-            check_dtype("dtype", dtype, _entry_tiles.DTYPES)
-            if local_metadata.get("assign_to_params_buffers"):
-                self.dtype = dtype
-            else:
-                state_dict[prefix + "tiles"] = _entry_tiles.rounded(tiles, dtype, self.dtype)
+        dtype = local_metadata.get("dtype", None if bias is None else bias.dtype)
+        assign = local_metadata.get("assign_to_params_buffers")
+        other = dtype in _entry_tiles.DTYPES and dtype != self.dtype
+        if other and not assign and isinstance(tiles, torch.Tensor) and tiles.dtype == torch.int32:
+            state_dict[prefix + "tiles"] = _entry_tiles.rounded(tiles, dtype, self.dtype)
+        before = self.tiles
         super()._load_from_state_dict(state_dict, prefix, local_metadata, *others)
+        if other and assign and self.tiles is not before:  # not refused: they keep their dtype, and the bias follows
+            self.dtype = dtype
+        if self.bias is not None and self.bias.dtype != self.dtype:
+            self.bias = self.bias.to(self.dtype)
 
     @property
     def _shape(self) -> tuple[int, int]:

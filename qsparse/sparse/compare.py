@@ -18,7 +18,7 @@ from torch import Tensor
 
 from qsparse.errors import UserError
 from qsparse.sparse.config import check_density, choose
-from qsparse.sparse.entry_tiles import to_entry_tiles
+from qsparse.sparse.entry_tiles import entry_tiles_bytes
 from qsparse.sparse.formats import compress_24, to_bitmap, to_coordinates, to_csr
 from qsparse.sparse.masks import largest
 
@@ -93,10 +93,9 @@ def compare(shape: tuple[int, ...], density: float, dtype: str = "float32", *, s
         total = sum(arrays.values())
         sizes.append(Size(name, total, arrays, total / dense, break_even))
     if len(shape) == 2 and array.dtype in (torch.float16, torch.bfloat16):
-        entries, offsets = to_entry_tiles(array, mask)
-        total = entries.nbytes + offsets.nbytes
-        break_even = max((dense - offsets.nbytes) / (entries.itemsize * array.numel()), 0.0)
-        parts = {"entries": entries.nbytes, "offsets": offsets.nbytes}
+        parts = dict(zip(("entries", "offsets"), entry_tiles_bytes(mask), strict=True))
+        total = sum(parts.values())
+        break_even = max((dense - parts["offsets"]) / (4 * array.numel()), 0.0)  # 4 bytes an entry
         sizes.append(Size("entries", total, parts, total / dense, break_even))
     if density <= _MOST_OF_2OF4:
         values, metadata = compress_24(array.reshape(-1, shape[-1]), none.reshape(-1, shape[-1]))

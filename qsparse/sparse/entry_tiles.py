@@ -6,7 +6,7 @@ The layout is described where the kernels read it, in :mod:`qsparse.kernels._ent
 import torch
 from torch import Tensor
 
-from qsparse.kernels import _entry_tiles, _spmm
+from qsparse.kernels import _entry_tiles, _spmm, _weight_tiles_sm80
 from qsparse.kernels._face import check_dtype
 from qsparse.nn._common import check_tensors
 from qsparse.sparse.formats import from_csr
@@ -21,6 +21,16 @@ def to_entry_tiles(w: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
     """
     check_tensors(w=w, mask=mask)
     return _entry_tiles.pack(w, mask)
+
+
+def entry_tiles_bytes(mask: Tensor) -> tuple[int, int]:
+    """The bytes of what `to_entry_tiles` makes of such a `mask` (N, K) bool: (entries, offsets)."""
+    tall, wide = _weight_tiles_sm80.grid(tuple(mask.shape))
+    rows, columns = tall * _weight_tiles_sm80.ROWS, wide * _weight_tiles_sm80.COLUMNS
+    padded = torch.nn.functional.pad(mask, (0, columns - mask.shape[1], 0, rows - mask.shape[0]))
+    counts = padded.view(tall, _weight_tiles_sm80.ROWS, wide, _weight_tiles_sm80.COLUMNS).sum(dim=(1, 3))
+    chunks = -(-counts // _weight_tiles_sm80.CHUNK)
+    return 4 * _weight_tiles_sm80.CHUNK * int(chunks.sum()), 4 * (tall * wide + 1)
 
 
 def from_entry_tiles(entries: Tensor, offsets: Tensor, shape: tuple[int, int], dtype: torch.dtype) -> Tensor:

@@ -45,13 +45,17 @@ def test_a_label_is_read_as_the_configuration(config):
     assert labelled(label(config)) == config
 
 
+def fitted(entries) -> dict:
+    """As ``all_costs``, from these entries of a table."""
+    costs: dict = {}
+    for row in tune.fit(entries):
+        known = costs.setdefault((row["gpu"], row["dtype"], row["layout"]), {})
+        known[labelled(row["config"])] = Costs(**row["costs"])
+    return costs
+
+
 def test_the_costs_are_those_of_the_times_in_the_table():
-    fitted: dict = {}
-    for row in tune.fit(TABLE):
-        fitted.setdefault((row["gpu"], row["dtype"], row["layout"]), {})[labelled(row["config"])] = Costs(
-            **row["costs"]
-        )
-    assert fitted == _gemm_sm90_configs.all_costs()
+    assert fitted(TABLE) == _gemm_sm90_configs.all_costs()
 
 
 @pytest.mark.parametrize("dtype", BUILT)
@@ -60,18 +64,21 @@ def test_every_configuration_has_costs_in_the_layout_that_stands_for_all(dtype):
 
 
 @pytest.mark.parametrize("key", _gemm_sm90_configs.all_costs(), ids=" ".join)
-def test_the_one_of_least_cost_is_nearly_the_fastest(key):
-    """At the shapes where all were timed."""
-    slower = []
-    for entry in TABLE:
-        if (entry["gpu"], entry["dtype"], entry["layout"]) == key and "times" in entry:
+def test_the_one_of_least_cost_is_nearly_the_fastest(key, monkeypatch):
+    """At shapes where all were timed, by costs that were fitted to the others."""
+    timed = [e for e in TABLE if (e["gpu"], e["dtype"], e["layout"]) == key and "times" in e]
+    slower, parts = [], 5
+    for part in range(parts):
+        costs = fitted(entry for i, entry in enumerate(timed) if i % parts != part)
+        monkeypatch.setattr(_gemm_sm90_configs, "all_costs", lambda costs=costs: costs)
+        for entry in timed[part::parts]:
             dtype = getattr(torch, entry["dtype"])
             options = (dtype, torch.bfloat16 if dtype == torch.int8 else dtype, H200, entry["multiprocessors"], key[2])
             chosen = fastest(map(labelled, entry["times"]), *entry["shape"], *options)
             slower.append(entry["times"][label(chosen)] / min(entry["times"].values()))
     assert len(slower) > 20
-    assert max(slower) < 1.4
-    assert math.prod(slower) ** (1 / len(slower)) < 1.03
+    assert max(slower) < 1.6  # int8; 1.36 at most in halves
+    assert math.prod(slower) ** (1 / len(slower)) < 1.06  # int8; 1.04 at most in halves
 
 
 def test_a_shape_of_the_table_has_the_configuration_that_was_the_fastest_there():

@@ -30,6 +30,21 @@ def test_pieces_are_shared_out_in_no_more_rounds(m, row_blocks):
     assert waves == -(-(-(-m // 128) * row_blocks) // 132)
 
 
+@pytest.mark.parametrize(
+    ("shape", "nnz"),
+    [
+        ((1_100_000_000, 128), 600_000_000),  # more places than an int counts
+        ((60_000, 64), 38_400),  # slabs that are half empty
+        ((60_001, 784), 940_000),
+        ((60_000, 784), 180_000),
+        ((60_000, 784), 1_500_000),
+    ],
+    ids=str,
+)
+def test_patterns_that_have_no_plan(shape, nnz):
+    assert tall.plan(torch.empty(nnz, dtype=torch.int32, device="meta"), None, shape) is None
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("index", [torch.int32, torch.uint16], ids=str)
 @pytest.mark.parametrize("size", [(17, 131), (256, 784), (300, 5000), (777, 260)], ids=str)

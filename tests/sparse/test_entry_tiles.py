@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from qsparse.sparse import csr_to_entry_tiles, from_entry_tiles, to_csr, to_entry_tiles
+from qsparse.sparse.entry_tiles import entry_tiles_bytes
 
 SIZES = [(0, 0), (0, 5), (5, 0), (1, 1), (32, 64), (33, 65), (10, 784), (40, 300)]
 
@@ -66,3 +67,11 @@ def test_refuses_what_does_not_fit():
             from_entry_tiles(entries, offsets, w.shape, dtype)
     with pytest.raises(ValueError, match="outside the matrix"):
         from_entry_tiles(entries, offsets, (20, 290), w.dtype)
+
+
+@pytest.mark.parametrize("shape", [(1, 1), (32, 64), (33, 65), (100, 300), (5, 1000)])
+@pytest.mark.parametrize("density", [0.0, 0.05, 0.5, 1.0])
+def test_the_bytes_are_those_of_the_tiles(shape, density):
+    w = torch.randn(shape, generator=torch.Generator().manual_seed(0)).half()
+    mask = torch.rand(shape, generator=torch.Generator().manual_seed(1)) < density
+    assert entry_tiles_bytes(mask) == tuple(part.nbytes for part in to_entry_tiles(w, mask))
