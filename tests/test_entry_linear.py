@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from qsparse import nn
-from qsparse.sparse import from_entry_tiles, to_entry_tiles
+from qsparse.sparse import from_entry_tiles, to_csr, to_entry_tiles
 
 
 @pytest.fixture(autouse=True)
@@ -137,3 +137,53 @@ def test_an_empty_layer_of_entries_gives_zeros():
     for entries, sizes in ((3, (65, 33)), (4, (0, 33))):
         with pytest.raises(ValueError, match=r"^entries must be a multiple of 4, and 0 of no weights, got "):
             nn.EntryLinear(*sizes, entries)
+
+
+def of_kind(kind: str, w: torch.Tensor):
+    """A layer of the positive weights of ``w``."""
+    if kind == "entries":
+        return nn.EntryLinear.from_tiles(*to_entry_tiles(w, w > 0), shape=tuple(w.shape), dtype=w.dtype)
+    return nn.SparseLinear.from_csr(*to_csr(w, w > 0), shape=tuple(w.shape))
+
+
+@pytest.mark.parametrize("kind", ["entries", "csr"])
+def test_a_refused_state_says_what_does_not_fit_and_is_not_multiplied(kind):
+    """PyTorch takes the arrays whose sizes fit, and leaves the others: the kernels would read out of bounds."""
+    w = torch.randn(8, 16).half()
+    layer, other = of_kind(kind, w), of_kind(kind, torch.ones(8, 16).half())
+    model = torch.nn.Sequential(torch.nn.Linear(16, 16), layer)
+    state = {f"1.{name}": part for name, part in other.state_dict().items()} | {"0.bias": torch.ones(3)}
+    with pytest.raises(RuntimeError, match=r"(?s)size mismatch for 0.bias.*size mismatch for 1.(tiles|values)"):
+        model.load_state_dict(state, strict=False)
+    with pytest.raises(RuntimeError, match="does not fit together: load it again, whole"):
+        layer(torch.ones(2, 16).half())
+    good = of_kind(kind, w)
+    layer.load_state_dict(good.state_dict())
+    assert torch.equal(layer(torch.ones(2, 16).half()), good(torch.ones(2, 16).half()))
+
+
+@pytest.mark.parametrize("assign", [False, True])
+def test_tiles_that_are_no_tiles_of_a_known_dtype_are_named(assign):
+    w = torch.randn(8, 16).half()
+    model = torch.nn.Sequential(of_kind("entries", w))
+    expected = model(torch.ones(2, 16).half())
+    for dtype in (torch.int64, torch.int16, torch.float16):
+        state = {name: part.to(dtype) for name, part in model.state_dict().items()}
+        with pytest.raises(RuntimeError, match=f"0.tiles must be int32, got {dtype}"):
+            model.load_state_dict(state, assign=assign)
+    state = model.state_dict()
+    state._metadata["0"]["dtype"] = torch.float32
+    with pytest.raises(RuntimeError, match=r"the dtype of 0\.tiles must be one of torch.float16, torch.bfloat16, got "):
+        model.load_state_dict(state, assign=assign)
+    assert torch.equal(model(torch.ones(2, 16).half()), expected)
+
+
+@pytest.mark.parametrize("assign", [False, True])
+def test_a_bias_that_is_loaded_is_a_buffer_of_the_layers_dtype(assign):
+    w = torch.randn(8, 16).half()
+    layer = nn.EntryLinear.from_tiles(*to_entry_tiles(w, w > 0), shape=(8, 16), dtype=torch.float16, bias=w[:, 0])
+    layer.load_state_dict(layer.state_dict() | {"bias": torch.nn.Parameter(torch.arange(8.0))}, assign=assign)
+    assert torch.equal(layer.bias, torch.arange(8.0).half())
+    assert not list(layer.parameters())
+    with pytest.raises(RuntimeError, match=r"expected torch\.Tensor"):
+        layer.load_state_dict(layer.state_dict() | {"bias": "x"}, assign=assign)

@@ -39,9 +39,11 @@ def main() -> int:
         return 2
     from qsparse.bench.gemm import bench
 
-    ROWS.unlink(missing_ok=True)
+    measured = ROWS.with_suffix(".new")  # what was there stays until all is measured
+    measured.unlink(missing_ok=True)
     say = functools.partial(print, file=sys.stderr, flush=True)
-    result = bench(torch.device("cuda", 0), dtypes=["float16"], shapes=SHAPES, out=ROWS, say=say)
+    result = bench(torch.device("cuda", 0), dtypes=["float16"], shapes=SHAPES, out=measured, say=say)
+    measured.replace(ROWS)
     return 1 if result.wrong else 0
 
 

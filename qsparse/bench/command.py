@@ -107,7 +107,7 @@ def _tune(tune, device: Device, table: Path | None, as_json: bool, others: dict,
 def gemm(
     dtype: Annotated[
         list[Dtype] | None,
-        typer.Option(show_default="all that this device does", help="Repeat it for more; int8 on a CPU only."),
+        typer.Option(show_default="all that this device does", help="Repeat it for more; int8 on a CPU or by --tune."),
     ] = None,
     shapes: ShapesOption = None,
     layout: Annotated[
@@ -131,7 +131,11 @@ def gemm(
     out: OutOption = None,
     tune: Annotated[
         bool,
-        typer.Option("--tune", help="Time every configuration for these shapes and keep the fastest in the table."),
+        typer.Option(
+            "--tune",
+            help="Time every configuration for these shapes instead, 50 times, keep the fastest in the table, or in "
+            "that of --out, and fit what each costs.",
+        ),
     ] = False,
     as_json: JsonOption = False,
 ) -> None:

@@ -80,7 +80,8 @@ def tune(
 
     Raises UserError without a GPU, or for a dtype that is not tuned.
     """
-    dtypes, layouts = tuple(dtypes) or DTYPES, tuple(layouts)
+    layouts = tuple(layouts)
+    dtypes = tuple(dtypes) or (DTYPES if layouts == ("nt",) else ("float16",))
     if device.type != "cuda":
         raise UserError("--tune times kernels of the GPU, and this runs on the CPU: run it on the card to tune for")
     if untuned := [dtype for dtype in dtypes if dtype not in DTYPES]:
@@ -90,6 +91,7 @@ def tune(
             raise UserError(f"--tune with --dtype {dtype}: the tensor cores read {dtype} in layout nt only")
     modules = {dtype: importlib.import_module(f"qsparse.kernels.{MODULES[dtype]}") for dtype in dtypes}
     table = table or Path(modules[dtypes[0]].TABLE)
+    read_entries(table)  # what cannot be added to is refused before anything is measured
     where = environment(device)
     entries = []
     for dtype in dtypes:
@@ -105,9 +107,10 @@ def tune(
                 say(f"{dtype} {layout} {entry['shape']}: {best}")
                 entries.append(entry)
                 write_entries(table, [entry])
-    if table.exists():
-        measured = [each for each in json.loads(table.read_text()) if each["gpu"] == where["gpu"]]
-        write_entries(costs_of(table), fit(measured), _COSTS_KEY)
+    if not entries:
+        raise UserError("no shape was measured, so the table stays as it is: rows of each are off 16-byte boundaries")
+    measured = [each for each in read_entries(table) if each["gpu"] == where["gpu"]]
+    write_entries(costs_of(table), fit(measured), _COSTS_KEY)
     return Tuned(entries, table)
 
 
@@ -193,9 +196,20 @@ def _int8(values: torch.Tensor) -> torch.Tensor:
     return (values * 32).round_().clamp_(-127, 127).to(torch.int8)
 
 
+def read_entries(table: Path) -> list[dict]:
+    """A table's entries, none of a file that is not there. Raises UserError for a file of something else."""
+    try:
+        entries = json.loads(table.read_text()) if table.exists() else []
+    except ValueError:
+        entries = None
+    if not isinstance(entries, list) or not all(isinstance(entry, dict) for entry in entries):
+        raise UserError(f"{table} is no tuning table, a JSON list of entries: name another file, or none")
+    return entries
+
+
 def write_entries(table: Path, entries: list[dict], key: tuple[str, ...] = _KEY) -> None:
     """Put entries into a table, one a line so that a change of one shows as one; the same `key` is replaced."""
-    older = json.loads(table.read_text()) if table.exists() else []
+    older = read_entries(table)
     merged = {json.dumps([entry[name] for name in key]): entry for entry in (*older, *entries)}
     lines = ",\n".join(json.dumps(entry, allow_nan=False) for entry in merged.values())
     temporary = table.with_suffix(".tmp")

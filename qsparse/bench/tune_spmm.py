@@ -13,7 +13,7 @@ import torch
 from qsparse.bench.harness import TOLERANCES, Call, Contender, compete, product_reference
 from qsparse.bench.shapes import GPU_SPARSE, Shape
 from qsparse.bench.spmm import problem
-from qsparse.bench.tune import write_entries
+from qsparse.bench.tune import read_entries, write_entries
 from qsparse.errors import UserError
 from qsparse.measure import environment
 from qsparse.sparse import product
@@ -59,6 +59,7 @@ def tune(
     if device.type != "cuda":
         raise UserError("--tune times kernels of the GPU, and this runs on the CPU: run it on the card to tune for")
     table, where = table or product.TABLE, environment(device)
+    read_entries(table)  # what cannot be added to is refused before anything is measured
     cells = itertools.product(tuple(dtypes) or DTYPES, tuple(shapes) or SHAPES, tuple(densities) or DENSITIES)
     entries = []
     for dtype, shape, density in cells:

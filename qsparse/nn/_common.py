@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import numbers
-from typing import Self
+from typing import Any, Self
 
 import torch
+from torch.utils.hooks import RemovableHandle
 
 from qsparse.kernels._load import following
 
@@ -109,7 +110,9 @@ class InferenceLinear(torch.nn.Module):
 
 
 # Functions with names, so that a layer can be pickled.
-def _before_load(layer: SparseStorage, *_: object) -> None:
+def _before_load(layer: SparseStorage, *others: Any) -> None:
+    *_, errors = others
+    layer._errors = errors, len(errors)
     layer._before_load()
 
 
@@ -117,8 +120,18 @@ def _loaded(layer: SparseStorage, _: object) -> None:
     layer._loaded()
 
 
+def _refuse(layer: SparseStorage, _: object) -> None:
+    raise RuntimeError(f"what was loaded into this {type(layer).__name__} does not fit together: load it again, whole")
+
+
 class SparseStorage(InferenceLinear):
-    """A layer that stores some of its weights, in arrays that ``check`` looks through whenever they are set."""
+    """A layer that stores some of its weights, in arrays that ``check`` looks through whenever they are set.
+
+    After a ``load_state_dict`` that was refused and left arrays that do not fit together, a call raises RuntimeError.
+    """
+
+    _errors: tuple[list[str], int] = ([], 0)  # what PyTorch says of a load, and how much before this layer's turn
+    _refusal: RemovableHandle | None = None
 
     def __init__(self, *options, **buffers: torch.Tensor):
         super().__init__(*options, **buffers)
@@ -132,8 +145,17 @@ class SparseStorage(InferenceLinear):
         self.check()
 
     def _loaded(self) -> None:
-        self._settle()
-        self._after_load()
+        (errors, before), self._errors = self._errors, ([], 0)
+        if self._refusal is not None:
+            self._refusal.remove()
+            self._refusal = None
+        try:
+            self._settle()
+            self._after_load()
+        except Exception:
+            self._refusal = self.register_forward_pre_hook(_refuse)
+            if len(errors) == before:  # else PyTorch will say which arrays it did not take
+                raise
 
     def _settle(self) -> None:
         """Copy what does not lie as the kernels take it, so that no call copies: see ``chained``."""

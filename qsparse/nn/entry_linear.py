@@ -76,18 +76,29 @@ class EntryLinear(SparseStorage):
     def _load_from_state_dict(self, state_dict, prefix: str, local_metadata: dict, *others) -> None:
         """As of any module, weights of another dtype are rounded to the layer's, or make it theirs with ``assign``.
 
-        What ``state_dict()`` returns says the dtype; of another dict, the bias does.
+        What ``state_dict()`` returns says the dtype; of another dict, a bias of float16 or bfloat16 does; where neither
+        does, weights are taken to have the layer's.
         """
         tiles, bias = (state_dict.get(prefix + name) for name in ("tiles", "bias"))
-        dtype = local_metadata.get("dtype", None if bias is None else bias.dtype)
-        assign = local_metadata.get("assign_to_params_buffers")
-        other = dtype in _entry_tiles.DTYPES and dtype != self.dtype
-        if other and not assign and isinstance(tiles, torch.Tensor) and tiles.dtype == torch.int32:
-            state_dict[prefix + "tiles"] = _entry_tiles.rounded(tiles, dtype, self.dtype)
-        before = self.tiles
+        *_, errors = others
+        said, known = local_metadata.get("dtype"), _entry_tiles.DTYPES
+        if isinstance(tiles, torch.Tensor) and tiles.dtype != torch.int32:
+            errors.append(f"{prefix}tiles must be int32, got {tiles.dtype}")
+            return
+        if said not in (None, *known):
+            errors.append(f"the dtype of {prefix}tiles must be one of {', '.join(map(str, known))}, got {said}")
+            return
+        if said is None and isinstance(bias, torch.Tensor) and bias.dtype in known:
+            said = bias.dtype
+        other = said not in (None, self.dtype)
+        assign, before = local_metadata.get("assign_to_params_buffers"), self.tiles
+        if other and not assign and isinstance(tiles, torch.Tensor):
+            state_dict[prefix + "tiles"] = _entry_tiles.rounded(tiles, said, self.dtype)
+        if isinstance(bias, torch.Tensor):
+            state_dict[prefix + "bias"] = bias.detach()  # a buffer here, whatever it was
         super()._load_from_state_dict(state_dict, prefix, local_metadata, *others)
         if other and assign and self.tiles is not before:  # not refused: they keep their dtype, and the bias follows
-            self.dtype = dtype
+            self.dtype = said
         if self.bias is not None and self.bias.dtype != self.dtype:
             self.bias = self.bias.to(self.dtype)
 

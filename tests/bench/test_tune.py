@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from qsparse.bench import gemm, harness, tune
+from qsparse.errors import UserError
 from qsparse.kernels._gemm_costs import Costs
 from qsparse.kernels._gemm_single_sm90 import Single
 from qsparse.kernels._gemm_sm90_configs import Config, label, labelled
@@ -104,3 +105,13 @@ def test_an_entry_replaces_the_older_one_of_its_problem(tmp_path):
     assert [(each["gpu"], each["us"]) for each in found] == [("A", 4.0), ("B", 5.0)]
     assert len(table.read_text().splitlines()) == 4
     assert list(tmp_path.iterdir()) == [table]
+
+
+@pytest.mark.parametrize("text", ["", '{"a": 1}\n{"b": 2}\n', '{"a": 1}', "[1]"])
+def test_a_file_that_is_no_table_is_not_added_to(text, tmp_path):
+    table = tmp_path / "rows.jsonl"
+    table.write_text(text)
+    with pytest.raises(UserError, match="is no tuning table"):
+        tune.write_entries(table, [])
+    assert table.read_text() == text
+    assert tune.read_entries(tmp_path / "none.json") == []
